@@ -1,0 +1,28 @@
+"""The roles: serving engine, trainer, transport, device, clock. Decisions live in ``rose.policies``, I/O in backends."""
+
+from rose.interfaces.clock import Clock
+from rose.interfaces.device import Device, StepWork
+from rose.interfaces.serving import (
+    ServingEngine,
+    SupportsKvBudget,
+    SupportsPrefixReset,
+    SupportsStepGate,
+    SupportsWeightChecksums,
+)
+from rose.interfaces.trainer import ShardSpec, TensorSpec, Trainer
+from rose.interfaces.transport import Transport
+
+__all__ = [
+    "Clock",
+    "Device",
+    "ServingEngine",
+    "ShardSpec",
+    "StepWork",
+    "SupportsKvBudget",
+    "SupportsPrefixReset",
+    "SupportsStepGate",
+    "SupportsWeightChecksums",
+    "TensorSpec",
+    "Trainer",
+    "Transport",
+]

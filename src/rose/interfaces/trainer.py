@@ -1,0 +1,62 @@
+"""The trainer role: a source of weights, one object a rank.
+
+Names are checkpoint (Hugging Face) names, so that trainer and engine never know of each other. A rank hands out its own
+shard only; nothing here is a collective.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from math import prod
+
+import attrs
+import numpy as np
+
+
+@attrs.frozen(kw_only=True)
+class TensorSpec:
+    """A checkpoint tensor: its global shape and the dtype it travels in (``bfloat16``, ``float32``, ...)."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@attrs.frozen(kw_only=True)
+class ShardSpec:
+    """The box of one tensor that one rank holds: ``offset`` and ``shape`` in global coordinates; may be empty."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def num_elements(self) -> int:
+        """Return how many elements the box holds (1 for a scalar, 0 when empty)."""
+        return prod(self.shape)
+
+
+class Trainer(ABC):
+    """One rank's view of the model under training."""
+
+    rank: int
+    world_size: int
+
+    @abstractmethod
+    def tensors(self) -> Mapping[str, TensorSpec]:
+        """Return every tensor of the whole model, the same on every rank, in a fixed order."""
+
+    def aliases(self) -> Mapping[str, str]:
+        """Return tied names: alias -> the name in ``tensors`` whose bits it shares. Only the latter is published."""
+        return {}
+
+    @abstractmethod
+    def layout(self) -> Mapping[str, ShardSpec]:
+        """Return which box of each tensor this rank publishes. Over all ranks the boxes cover each element once."""
+
+    @abstractmethod
+    def shards(self) -> Mapping[str, np.ndarray]:
+        """Return this rank's boxes as unsigned-integer bit patterns, shape as in ``layout``, wire dtype, zero copy where possible.
+
+        A bfloat16 box is a ``uint16`` array. The arrays are views that the next optimizer step may change.
+        """

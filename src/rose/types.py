@@ -1,0 +1,235 @@
+"""Ids and value objects that every part of ROSE shares. No behaviour beyond validation and rendering.
+
+Shapes and units: token sequences are tuples of ints; ``logprobs`` has one float (natural log) a generated token;
+times are seconds on the clock of the component that wrote them; sizes are bytes.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import NewType
+
+import attrs
+from attrs import validators as v
+
+EngineId = NewType("EngineId", str)
+DeviceId = NewType("DeviceId", str)
+TrajectoryId = NewType("TrajectoryId", str)
+GroupId = NewType("GroupId", str)
+RequestId = NewType("RequestId", str)
+LeaseId = NewType("LeaseId", str)
+JobId = NewType("JobId", str)
+
+
+def _to_tuple(ids: object) -> tuple[int, ...]:
+    return tuple(ids)  # type: ignore[arg-type]
+
+
+@attrs.frozen(order=True)
+class WeightVersion:
+    """Version ``n`` of the weights of one training run. Ordered within a run only."""
+
+    run: str = attrs.field(validator=[v.instance_of(str), v.matches_re(r"[A-Za-z0-9_.-]+")])
+    n: int = attrs.field(validator=[v.instance_of(int), v.ge(0)])
+
+    def __str__(self) -> str:
+        """Render as ``run:n``, the form that engines carry as their weight label."""
+        return f"{self.run}:{self.n}"
+
+    @classmethod
+    def parse(cls, text: str) -> WeightVersion:
+        """Read the ``run:n`` form back.
+
+        Raises:
+            ValueError: The text is not of that form.
+        """
+        run, separator, n = text.rpartition(":")
+        if not separator or not n.isdigit():
+            message = f"a weight version is written run:n, for example grpo:12; got {text!r}"
+            raise ValueError(message)
+        return cls(run, int(n))
+
+
+@attrs.frozen
+class AtLeast:
+    """Constraint: the turn may run on version ``n`` or a later one of the pool's current run."""
+
+    n: int = attrs.field(validator=v.ge(0))
+
+
+@attrs.frozen
+class Exactly:
+    """Constraint: the turn may run on version ``n`` of the pool's current run only."""
+
+    n: int = attrs.field(validator=v.ge(0))
+
+
+@attrs.frozen
+class AnyVersion:
+    """No constraint: any acknowledged version will do."""
+
+
+VersionConstraint = AtLeast | Exactly | AnyVersion
+
+
+@attrs.frozen(kw_only=True)
+class Sampling:
+    """How to draw tokens. ``temperature`` 0 is greedy; ``seed`` makes one request repeatable on one engine."""
+
+    max_tokens: int = attrs.field(validator=[v.instance_of(int), v.ge(1)])
+    temperature: float = attrs.field(default=1.0, validator=v.ge(0))
+    top_p: float = attrs.field(default=1.0, validator=[v.gt(0), v.le(1)])
+    stop_token_ids: tuple[int, ...] = attrs.field(default=(), converter=_to_tuple)
+    ignore_eos: bool = False
+    logprobs: bool = True
+    seed: int | None = None
+
+
+@attrs.frozen(kw_only=True)
+class Turn:
+    """One turn of one trajectory: the exact token ids so far in, new token ids out."""
+
+    trajectory_id: str
+    group_id: str
+    prompt_ids: tuple[int, ...] = attrs.field(converter=_to_tuple, validator=v.min_len(1))
+    sampling: Sampling
+    versions: VersionConstraint = attrs.field(factory=AnyVersion)
+    deadline_s: float | None = attrs.field(default=None, validator=v.optional(v.gt(0)))
+
+
+class FinishReason(enum.Enum):
+    """Why a stream of tokens ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORTED = "aborted"
+    EVICTED = "evicted"
+
+
+@attrs.frozen(kw_only=True)
+class VersionSpan:
+    """Tokens ``[start, end)`` of a result were made by ``version``."""
+
+    version: WeightVersion
+    start: int
+    end: int
+
+
+@attrs.frozen(kw_only=True)
+class EngineRequest:
+    """What one engine is asked for. ``request_id`` is fresh for every attempt, never a trajectory's id."""
+
+    request_id: RequestId
+    prompt_ids: tuple[int, ...] = attrs.field(converter=_to_tuple, validator=v.min_len(1))
+    sampling: Sampling
+    priority: int = 0
+
+
+@attrs.frozen(kw_only=True)
+class TokenChunk:
+    """New tokens of a stream. The last chunk of a stream, and only it, has a ``finish_reason``.
+
+    ``version`` made every token of this chunk; ``logprobs`` is as long as ``token_ids``, or empty when not asked for.
+    """
+
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
+    version: WeightVersion | None = None
+    finish_reason: FinishReason | None = None
+
+
+class RouteReason(enum.Enum):
+    """Why a turn was sent to the engine it was sent to. Closed list."""
+
+    AFFINITY = "affinity"
+    DEDICATED = "dedicated"
+    BORROWED = "borrowed"
+    REROUTED_EVICTED = "rerouted_evicted"
+    REROUTED_STALLED = "rerouted_stalled"
+    REROUTED_LOST = "rerouted_lost"
+    REROUTED_BUSY = "rerouted_busy"
+    REROUTED_ABORTED = "rerouted_aborted"
+
+
+class HopEnd(enum.Enum):
+    """How an attempt on one engine ended. Closed list."""
+
+    FINISHED = "finished"
+    EVICTED = "evicted"
+    STALLED = "stalled"
+    LOST = "lost"
+    BUSY = "busy"
+    ABORTED = "aborted"
+    REFUSED = "refused"
+
+
+@attrs.frozen(kw_only=True)
+class Hop:
+    """One attempt of a turn on one engine: where, why there, how many tokens it gave, how it ended."""
+
+    engine_id: EngineId
+    reason: RouteReason
+    num_tokens: int
+    ended: HopEnd
+
+
+@attrs.frozen(kw_only=True)
+class TurnResult:
+    """A finished turn. ``token_ids`` never exceed the turn's ``max_tokens``, whatever the number of hops."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish_reason: FinishReason
+    versions: tuple[VersionSpan, ...]
+    hops: tuple[Hop, ...]
+
+
+class EngineKind(enum.Enum):
+    """Whether an engine's device belongs to the job or is lent by a serving team."""
+
+    DEDICATED = "dedicated"
+    BORROWED = "borrowed"
+
+
+@attrs.frozen(kw_only=True)
+class EngineSnapshot:
+    """One reading of an engine's load. ``read_at_s`` is on the reader's clock; token counts are engine tokens."""
+
+    num_running: int
+    num_waiting: int
+    kv_used_tokens: int
+    kv_total_tokens: int
+    weight_version: WeightVersion | None
+    is_paused: bool
+    read_at_s: float
+
+
+@attrs.frozen(kw_only=True)
+class TransportAddress:
+    """How another process reaches the same blobs: a registered transport name and its plain-data options."""
+
+    name: str
+    options: tuple[tuple[str, str | int | float | bool], ...] = ()
+
+
+@attrs.frozen(kw_only=True)
+class WeightUpdate:
+    """What an engine needs to reach ``target``: manifests to apply in order, and where the blobs are.
+
+    ``manifest_keys`` starts with an anchor (full weights) or with the delta whose base is the engine's version.
+    """
+
+    target: WeightVersion
+    manifest_keys: tuple[str, ...] = attrs.field(validator=v.min_len(1))
+    address: TransportAddress
+
+
+@attrs.frozen(kw_only=True)
+class Activation:
+    """Acknowledgement of an activated update. Times in wall seconds; ``is_verified``: state checksums were compared."""
+
+    version: WeightVersion
+    stage_s: float
+    pause_s: float
+    fetched_bytes: int
+    is_verified: bool

@@ -1,0 +1,120 @@
+"""Backends are found by name, and what is missing is said plainly."""
+
+from __future__ import annotations
+
+import textwrap
+
+import pytest
+
+from rose import registry
+from rose.errors import BackendUnavailableError, ConfigError
+from rose.types import TransportAddress
+
+_BACKENDS = """
+from rose.errors import BackendUnavailableError
+from rose.interfaces import Transport
+
+class Dict(Transport):
+    def __init__(self, *, size: int = 1, name: str = "x"):
+        self.size, self.name, self.blobs = size, name, {}
+    def put(self, key, payload): self.blobs[key] = payload
+    def get(self, key): return self.blobs[key]
+    def delete(self, keys): pass
+    def read_pointer(self, name): return None
+    def compare_and_set(self, name, expected, value): return False
+    def address(self): raise NotImplementedError
+
+class NotATransport: pass
+"""
+
+
+@pytest.fixture
+def distribution(tmp_path, monkeypatch):
+    """Install a distribution that offers some good and some bad transports."""
+    info = tmp_path / "strange_store-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: strange-store\nVersion: 1.0\nProvides-Extra: cloud\n")
+    (info / "entry_points.txt").write_text(
+        textwrap.dedent("""\
+        [rose.transports]
+        strange = strange_store:Dict
+        cloud-fast = strange_store_cloud:Cloud
+        other = strange_store_cloud:Cloud
+        unavailable = strange_store_says_no:Cloud
+        broken = strange_store:Nothing
+        buggy = strange_store.missing:Thing
+        wrong = strange_store:NotATransport
+        """)
+    )
+    (tmp_path / "strange_store.py").write_text(_BACKENDS)
+    (tmp_path / "strange_store_cloud.py").write_text("import a_library_that_is_not_here\n")
+    (tmp_path / "strange_store_says_no.py").write_text(
+        "from rose.errors import BackendUnavailableError\nraise BackendUnavailableError('no libibverbs1')\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return info
+
+
+def test_own_backends_are_listed_without_import():
+    assert {"vllm", "vllm-inprocess"} <= set(registry.names("serving"))
+    assert {"memory", "mooncake"} <= set(registry.names("transports"))
+
+
+def test_a_backend_of_another_distribution_is_made_by_name(distribution):
+    transport = registry.transport("strange", size=3)
+    assert (transport.size, transport.name) == (3, "x")
+
+
+def test_an_address_opens_its_transport(distribution):
+    transport = registry.open_transport(TransportAddress(name="strange", options=(("size", 2), ("name", "y"))))
+    assert (transport.size, transport.name) == (2, "y")
+
+
+def test_unknown_name_lists_what_is_installed(distribution):
+    with pytest.raises(ConfigError, match=r"'strang'; did you mean 'strange'\? installed: .*memory, mooncake.*strange"):
+        registry.load("transports", "strang")
+
+
+def test_unknown_role_is_refused():
+    with pytest.raises(ConfigError, match="no backend role 'engines'; roles are serving, trainers"):
+        registry.load("engines", "vllm")
+
+
+def test_a_missing_library_names_the_extra(distribution):
+    with pytest.raises(
+        BackendUnavailableError, match=r"a_library_that_is_not_here.*pip install 'strange-store\[cloud\]'"
+    ):
+        registry.load("transports", "cloud-fast")
+
+
+def test_a_missing_library_without_an_extra_names_the_distribution(distribution):
+    with pytest.raises(BackendUnavailableError, match="install it beside strange-store"):
+        registry.load("transports", "other")
+
+
+def test_a_backend_may_say_itself_what_it_misses(distribution):
+    with pytest.raises(BackendUnavailableError, match="no libibverbs1"):
+        registry.load("transports", "unavailable")
+
+
+def test_a_bug_in_a_backend_is_not_called_a_missing_library(distribution):
+    with pytest.raises(ModuleNotFoundError, match="strange_store"):
+        registry.load("transports", "buggy")
+
+
+@pytest.mark.parametrize(("name", "what"), [("broken", "names nothing"), ("wrong", "not a subclass of Transport")])
+def test_a_bad_entry_point_is_refused(distribution, name, what):
+    with pytest.raises(ConfigError, match=what):
+        registry.load("transports", name)
+
+
+def test_a_name_offered_twice_is_refused(distribution):
+    entry_points = distribution / "entry_points.txt"
+    entry_points.write_text("[rose.transports]\nmemory = strange_store:Dict\n")
+    with pytest.raises(ConfigError, match="offered more than once"):
+        registry.load("transports", "memory")
+
+
+def test_unknown_options_are_refused_with_what_it_takes(distribution):
+    with pytest.raises(ConfigError, match=r"'colour'.*it takes \(\*, size: int = 1"):
+        registry.transport("strange", colour=1)
