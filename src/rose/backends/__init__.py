@@ -1,0 +1,1 @@
+"""Backends by name; found only through entry points."""

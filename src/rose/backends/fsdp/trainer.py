@@ -1,0 +1,155 @@
+"""One rank of an FSDP2 model as a source of weights.
+
+Invariants: nothing here is a collective, each rank reads its own shard only; the bits handed out are those of the sharded
+(master) parameters cast to the wire dtype, whatever the mixed-precision policy computes in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import attrs
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from rose.backends.fsdp.bits import bits_of, dtype_name, torch_dtype
+from rose.errors import LayoutMismatchError
+from rose.interfaces.trainer import ShardSpec, TensorSpec, Trainer
+from rose.transfer.delta import Bits
+
+_WRAPPER_PARTS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class _Source:
+    """One published tensor: the live parameter, this rank's box, and a buffer when its bits cannot be handed out as they are."""
+
+    tensor: torch.Tensor
+    spec: TensorSpec
+    box: ShardSpec | None
+    buffer: torch.Tensor | None
+
+    def bits(self) -> Bits:
+        local = _local(self.tensor)
+        if self.buffer is None:
+            return bits_of(local)
+        return bits_of(self.buffer.copy_(local))
+
+
+class FsdpTrainer(Trainer):
+    """The weights of a model that ``fully_shard`` has sharded; plain (unsharded) models work as well.
+
+    Make it after ``fully_shard`` and while the parameters are sharded, not between a forward and its backward.
+    Uneven and empty shards are fine. A parameter that every rank holds, or a replica group of a hybrid mesh, is published
+    by its first holder only. Tied parameters go under their first name; the others are aliases.
+
+    Args:
+        model: The sharded model; parameter names are the checkpoint names.
+        wire_dtype: What floating-point parameters travel as; ``None`` keeps each one's own dtype.
+        has_buffers: Also publish floating-point buffers that are part of the state dict, in their own dtype.
+
+    Raises:
+        LayoutMismatchError: A parameter's placement is not one box per rank, or a dtype cannot be carried; names it.
+    """
+
+    def __init__(self, model: nn.Module, *, wire_dtype: str | None = "bfloat16", has_buffers: bool = False) -> None:
+        is_distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+        self.rank = torch.distributed.get_rank() if is_distributed else 0
+        self.world_size = torch.distributed.get_world_size() if is_distributed else 1
+        self._aliases: dict[str, str] = {}
+        self._sources: dict[str, _Source] = {}
+        names: dict[int, str] = {}
+        for raw_name, parameter in model.named_parameters(remove_duplicate=False):
+            name = _clean(raw_name)
+            if id(parameter) in names:
+                self._aliases[name] = names[id(parameter)]
+                continue
+            names[id(parameter)] = name
+            self._sources[name] = self._source(name, parameter, wire_dtype)
+        for raw_name, buffer in _float_buffers(model) if has_buffers else ():
+            name = _clean(raw_name)
+            self._sources[name] = self._source(name, buffer, None)
+
+    def tensors(self) -> Mapping[str, TensorSpec]:
+        """Return every tensor, in the model's order."""
+        return {name: source.spec for name, source in self._sources.items()}
+
+    def aliases(self) -> Mapping[str, str]:
+        """Return the other names of tied parameters."""
+        return dict(self._aliases)
+
+    def layout(self) -> Mapping[str, ShardSpec]:
+        """Return this rank's boxes; scalars that another rank publishes are absent."""
+        return {name: source.box for name, source in self._sources.items() if source.box is not None}
+
+    def shards(self) -> Mapping[str, Bits]:
+        """Return this rank's bits: views where dtype and strides allow, else the wire buffers, refilled by each call."""
+        with torch.no_grad():
+            return {
+                name: source.bits() if source.box.num_elements else _empty(source)
+                for name, source in self._sources.items()
+                if source.box is not None
+            }
+
+    def _source(self, name: str, tensor: torch.Tensor, wire_dtype: str | None) -> _Source:
+        is_cast = wire_dtype is not None and tensor.is_floating_point()
+        dtype = torch_dtype(wire_dtype) if is_cast and wire_dtype is not None else tensor.dtype
+        local = _local(tensor)
+        box = self._box(name, tensor)
+        is_ready = local.dtype == dtype and local.is_contiguous() and local.device.type == "cpu"
+        buffer = None
+        if not is_ready and box is not None and box.num_elements:
+            buffer = torch.empty(local.shape, dtype=dtype, device="cpu", pin_memory=local.is_cuda)
+        spec = TensorSpec(name=name, shape=tuple(tensor.shape), dtype=dtype_name(dtype))
+        return _Source(tensor=tensor, spec=spec, box=box, buffer=buffer)
+
+    def _box(self, name: str, tensor: torch.Tensor) -> ShardSpec | None:
+        shape = tuple(tensor.shape)
+        nothing = ShardSpec(offset=(0,) * len(shape), shape=(0,) * len(shape)) if shape else None
+        if not isinstance(tensor, DTensor):
+            return ShardSpec(offset=(0,) * len(shape), shape=shape) if self.rank == 0 else nothing
+        if not all(isinstance(placement, Shard | Replicate) for placement in tensor.placements):
+            message = (
+                f"{name} is placed as {tensor.placements}; only sharded and replicated parameters can be published"
+            )
+            raise LayoutMismatchError(message)
+        coordinate = tensor.device_mesh.get_coordinate()
+        if coordinate is None or any(
+            isinstance(placement, Replicate) and index != 0
+            for placement, index in zip(tensor.placements, coordinate, strict=True)
+        ):
+            return nothing
+        sizes, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+        held = tuple(tensor.to_local().shape)
+        if tuple(sizes) != held:
+            message = (
+                f"{name} of shape {shape} placed as {tensor.placements} should be {tuple(sizes)} here but is {held}"
+            )
+            raise LayoutMismatchError(message)
+        return ShardSpec(offset=tuple(offset), shape=held)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    local: torch.Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.detach()
+
+
+def _empty(source: _Source) -> Bits:
+    box = source.box
+    assert box is not None  # noqa: S101 - the caller has checked
+    return bits_of(torch.empty(box.shape, dtype=torch_dtype(source.spec.dtype)))
+
+
+def _clean(name: str) -> str:
+    for part in _WRAPPER_PARTS:
+        name = name.replace(part, "")
+    return name
+
+
+def _float_buffers(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    persistent = set(model.state_dict())
+    return [
+        (name, buffer) for name, buffer in model.named_buffers() if name in persistent and buffer.is_floating_point()
+    ]

@@ -1,0 +1,130 @@
+"""A ``mooncake_master`` of one's own, on loopback, for tests and jobs on one machine.
+
+Invariants: the process ends with its owner's ``close`` or context; a port lost to another process between choosing and
+binding costs one of a bounded number of tries, never a wait for luck.
+"""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Self
+
+from rose.errors import BackendUnavailableError, DeadlineExceededError, TransportError
+
+_MAX_TRIES = 5
+_POLL_S = 0.05
+
+
+class MooncakeMaster:
+    """Starts ``mooncake_master`` and waits until it answers.
+
+    Args:
+        lease_ttl_ms: How long a read keeps an object from being removed unforced.
+        timeout_s: How long one start may take.
+
+    Attributes:
+        address: ``host:port`` for ``MooncakeTransport(master=...)``.
+
+    Raises:
+        BackendUnavailableError: The program is not installed.
+        TransportError: It does not start, even on other ports.
+        DeadlineExceededError: It starts but does not answer in time.
+    """
+
+    def __init__(self, *, lease_ttl_ms: int = 5000, timeout_s: float = 30.0) -> None:
+        self._program = _find_program()
+        self._lease_ttl_ms = lease_ttl_ms
+        self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
+        self._process: subprocess.Popen[bytes] | None = None
+        self.address = ""
+        for _ in range(_MAX_TRIES):
+            if self._try_start(timeout_s):
+                return
+        message = f"mooncake_master did not start in {_MAX_TRIES} tries; its last words: {self._last_words()}"
+        self.close()
+        raise TransportError(message)
+
+    def __enter__(self) -> Self:
+        """Return itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Close."""
+        self.close()
+
+    def close(self) -> None:
+        """End the process; every blob is lost. Idempotent."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+        self._log.close()
+
+    def _try_start(self, timeout_s: float) -> bool:
+        """Start on fresh ports; returns whether the process lives and answers."""
+        rpc_port, metrics_port = _free_ports(2)
+        self._process = subprocess.Popen(
+            [
+                self._program,
+                f"--rpc_port={rpc_port}",
+                "--rpc_address=127.0.0.1",
+                f"--metrics_port={metrics_port}",
+                "--metrics_host=127.0.0.1",
+                f"--default_kv_lease_ttl={self._lease_ttl_ms}",
+            ],
+            stdout=self._log,
+            stderr=self._log,
+        )
+        self.address = f"127.0.0.1:{rpc_port}"
+        deadline = time.monotonic() + timeout_s
+        while self._process.poll() is None:
+            if _answers(rpc_port):
+                return True
+            if time.monotonic() > deadline:
+                words = self._last_words()
+                self.close()
+                message = (
+                    f"mooncake_master did not answer on {self.address} within {timeout_s} s; its last words: {words}"
+                )
+                raise DeadlineExceededError(message)
+            time.sleep(_POLL_S)
+        return False
+
+    def _last_words(self) -> str:
+        self._log.seek(0)
+        return self._log.read()[-500:].decode(errors="replace")
+
+
+def _find_program() -> str:
+    beside = Path(sys.executable).with_name("mooncake_master")
+    found = str(beside) if beside.exists() else shutil.which("mooncake_master")
+    if found is None:
+        message = "mooncake_master is not installed; pip install 'rose-rl[mooncake]'"
+        raise BackendUnavailableError(message)
+    return found
+
+
+def _free_ports(count: int) -> list[int]:
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    try:
+        return [sock.getsockname()[1] for sock in sockets]
+    finally:
+        for sock in sockets:
+            sock.close()
+
+
+def _answers(port: int) -> bool:
+    try:
+        with socket.create_connection(("127.0.0.1", port), timeout=1.0):
+            return True
+    except OSError:
+        return False

@@ -1,0 +1,1 @@
+"""The weight transfer engine: sparse, shard-cut, verified deltas over a relay."""

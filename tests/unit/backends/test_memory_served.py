@@ -1,0 +1,227 @@
+"""The served memory store: ports, tokens, lost connections, hostile frames."""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from rose.backends.memory import MemoryTransport, wire
+from rose.backends.memory.wire import Op, Status
+from rose.errors import BlobNotFoundError, ConfigError, TransportError
+from rose.registry import open_transport
+from rose.types import TransportAddress
+
+
+def _client(owner: MemoryTransport, **options: object) -> MemoryTransport:
+    return MemoryTransport(**{**dict(owner.address().options), **options})
+
+
+@pytest.fixture
+def owner():
+    transport = MemoryTransport()
+    transport.serve()
+    yield transport
+    transport.close()
+
+
+@pytest.mark.parametrize("num_taken", [0, 20])
+def test_fifty_relays_start_at_once(num_taken: int) -> None:
+    """Case O01: 50 of 50 listen on distinct ports, also when candidate ports are taken already."""
+    taken = [socket.create_server(("127.0.0.1", 0)) for _ in range(num_taken)]
+    relays = [MemoryTransport() for _ in range(50)]
+    try:
+        barrier = threading.Barrier(50)
+
+        def start(relay: MemoryTransport) -> int:
+            barrier.wait()
+            return int(dict(relay.serve().options)["port"])
+
+        with ThreadPoolExecutor(50) as threads:
+            ports = list(threads.map(start, relays))
+        assert len(set(ports)) == 50
+        assert not set(ports) & {sock.getsockname()[1] for sock in taken}
+        for i, relay in enumerate(relays):
+            client = _client(relay)
+            client.put("who", str(i).encode())
+            client.close()
+        assert [relay.get("who") for relay in relays] == [str(i).encode() for i in range(50)]
+    finally:
+        for closing in (*relays, *taken):
+            closing.close()
+
+
+def test_a_taken_port_is_named(owner: MemoryTransport) -> None:
+    port = dict(owner.address().options)["port"]
+    with pytest.raises(TransportError, match=f"cannot listen on 127.0.0.1:{port}.*0 for a free one"):
+        MemoryTransport().serve(port=int(port))
+
+
+def test_only_loopback_unless_asked() -> None:
+    with pytest.raises(TransportError, match="is_public=True"):
+        MemoryTransport().serve("0.0.0.0")  # noqa: S104 - refused
+    public = MemoryTransport()
+    public.serve("0.0.0.0", is_public=True)  # noqa: S104 - asked for
+    public.close()
+
+
+def test_serving_twice_or_from_a_client_is_refused(owner: MemoryTransport) -> None:
+    client = _client(owner)
+    for transport in (owner, client):
+        with pytest.raises(TransportError, match="only the owner"):
+            transport.serve()
+    client.close()
+
+
+def test_arguments_name_one_place() -> None:
+    for options in ({"host": "h"}, {"local": "x", "host": "h", "port": 1, "token": "t"}):
+        with pytest.raises(ConfigError, match="together"):
+            MemoryTransport(**options)
+    with pytest.raises(TransportError, match="must serve it"):
+        MemoryTransport(local="elsewhere")
+
+
+def test_an_unserved_store_is_found_in_its_own_process() -> None:
+    owner = MemoryTransport()
+    owner.put("k", b"v")
+    second = open_transport(owner.address())
+    assert second.get("k") == b"v"
+    address = owner.address()
+    del owner
+    assert second.get("k") == b"v", "whoever opened the store keeps it"
+    del second
+    with pytest.raises(TransportError):
+        open_transport(address)
+
+
+def test_another_process_reads_and_writes(owner: MemoryTransport) -> None:
+    owner.put("in", b"x" * 200_000)
+    code = (
+        "import json, sys; from rose.backends.memory import MemoryTransport\n"
+        "t = MemoryTransport(**json.loads(sys.argv[1]))\n"
+        "t.put('out', t.get('in')[::-1] + b'!'); assert t.compare_and_set('p', None, 'q'); t.close()\n"
+    )
+    subprocess.run([sys.executable, "-c", code, json.dumps(dict(owner.address().options))], check=True, timeout=60)
+    assert owner.get("out") == b"x" * 200_000 + b"!"
+    assert owner.read_pointer("p") == "q"
+
+
+def test_a_wrong_token_gets_nothing(owner: MemoryTransport) -> None:
+    stranger = _client(owner, token="0" * 32)
+    with pytest.raises(TransportError, match="refused the token"):
+        stranger.get("k")
+    stranger.close()
+
+
+def test_a_lost_connection_is_opened_again_once(owner: MemoryTransport) -> None:
+    client = _client(owner)
+    client.put("k", b"v")
+    client._store._sock.shutdown(socket.SHUT_RDWR)
+    assert client.get("k") == b"v"
+    client._store._sock.shutdown(socket.SHUT_RDWR)
+    assert client.compare_and_set("p", None, "a")
+    owner.close()
+    with pytest.raises(TransportError, match="is its process alive"):
+        client.get("k")
+    client.close()
+
+
+def test_a_pointer_set_before_the_answer_was_lost_counts(
+    owner: MemoryTransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server applied the first request; its repetition finds the new value and must not report a loss."""
+    client = _client(owner)
+    client.read_pointer("p")
+    real, lost = wire.receive_frame, []
+
+    def lose_one(sock: socket.socket, *limits: int) -> memoryview | None:
+        frame = real(sock, *limits)
+        if sock is client._store._sock and not lost and frame is not None:
+            lost.append(frame)
+            message = "the cable was pulled"
+            raise ConnectionResetError(message)
+        return frame
+
+    monkeypatch.setattr(wire, "receive_frame", lose_one)
+    assert client.compare_and_set("p", None, "mine")
+    assert lost
+    assert not client.compare_and_set("p", None, "again")
+    client.close()
+
+
+def test_a_silent_server_times_out() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as deaf:
+        client = MemoryTransport(host="127.0.0.1", port=deaf.getsockname()[1], token="t", timeout_s=0.1)  # noqa: S106 - nobody reads it
+        with pytest.raises(TransportError, match=r"did not answer GET within 0.1 s"):
+            client.get("k")
+        client.close()
+
+
+def _hello(owner: MemoryTransport) -> socket.socket:
+    options = dict(owner.address().options)
+    sock = socket.create_connection((str(options["host"]), int(options["port"])), timeout=5)
+    wire.send_frame(sock, str(options["token"]).encode())
+    assert wire.receive_frame(sock) is not None
+    return sock
+
+
+@pytest.mark.parametrize(
+    "frame", [b"", b"\x09\0\0\0\0", b"\x02\xff\0\0\0k", bytes([Op.COMPARE_AND_SET]) + b"\0" * 4 + b"\1\0\0"]
+)
+def test_malformed_requests_are_answered_and_survived(owner: MemoryTransport, frame: bytes) -> None:
+    with _hello(owner) as sock:
+        wire.send_frame(sock, frame)
+        answer = wire.receive_frame(sock)
+        assert answer is not None
+        assert answer[0] == Status.BAD_REQUEST
+        wire.send_frame(sock, wire.request_head(Op.GET, "k"))
+        answer = wire.receive_frame(sock)
+        assert answer is not None
+        assert answer[0] == Status.NOT_FOUND
+
+
+def test_an_oversized_frame_ends_the_connection_only(owner: MemoryTransport) -> None:
+    with _hello(owner) as sock:
+        sock.sendall(struct.pack("<Q", wire.MAX_FRAME_BYTES + 1))
+        assert wire.receive_frame(sock) is None
+    options = dict(owner.address().options)
+    with socket.create_connection(("127.0.0.1", int(options["port"])), timeout=5) as sock:
+        sock.sendall(struct.pack("<Q", wire.MAX_TOKEN_BYTES + 1))
+        assert wire.receive_frame(sock) is None
+    client = _client(owner)
+    with pytest.raises(BlobNotFoundError):
+        client.get("k")
+    client.close()
+
+
+def test_strings_round_trip() -> None:
+    values = ["", None, "ä/b", "x" * 1000]
+    packed = wire.pack_strings(values)
+    assert wire.unpack_strings(memoryview(packed)) == values
+    for cut in (1, 3, 5, len(packed) - 1):
+        with pytest.raises(ValueError, match=r"cut off|does not fit"):
+            wire.unpack_strings(memoryview(packed)[:cut])
+
+
+def test_closing_twice_is_fine_and_frees_the_port(owner: MemoryTransport) -> None:
+    client = _client(owner)
+    client.put("k", b"v")
+    port = int(dict(owner.address().options)["port"])
+    owner.close()
+    owner.close()
+    client.close()
+    again = MemoryTransport()
+    again.serve(port=port)
+    again.close()
+
+
+def test_an_address_is_plain_data(owner: MemoryTransport) -> None:
+    address = owner.address()
+    assert isinstance(address, TransportAddress)
+    assert [type(value) for _, value in address.options] == [str, int, str]

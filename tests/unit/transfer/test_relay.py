@@ -1,0 +1,96 @@
+"""Catching up: deltas or an anchor, whichever is fewer bytes."""
+
+from __future__ import annotations
+
+import pytest
+from transfer_rig import Rig
+
+from rose.backends.memory import MemoryTransport
+from rose.errors import BlobNotFoundError
+from rose.interfaces.trainer import TensorSpec
+from rose.transfer.relay import current_version, manifest_key, plan_update, version_of_key
+from rose.types import WeightVersion
+
+SPECS = [TensorSpec(name="w", shape=(4000,), dtype="bfloat16")]
+
+
+def _plan(rig: Rig, known: int | None) -> list[str]:
+    update = plan_update(rig.store, None if known is None else WeightVersion("run", known))
+    assert update is not None
+    assert update.target == current_version(rig.store)
+    assert update.address == rig.store.address()
+    return [key.removeprefix("run/").removesuffix("/manifest") for key in update.manifest_keys]
+
+
+def test_nothing_to_do() -> None:
+    rig = Rig()
+    assert plan_update(rig.store, None) is None
+    assert current_version(rig.store) is None
+    rig.publish()
+    assert plan_update(rig.store, WeightVersion("run", 0)) is None
+
+
+def test_deltas_while_they_are_fewer_bytes() -> None:
+    """Sixteen small deltas are less than an anchor; with large ones the engine behind takes the anchor of its past."""
+    rig = Rig(specs=SPECS)
+    for _ in range(6):
+        rig.publish()
+        rig.step(0.01)
+    assert _plan(rig, 1) == ["2/0", "3/0", "4/0", "5/0"]
+    assert _plan(rig, 4) == ["5/0"]
+    assert _plan(rig, None) == ["0/0", "1/0", "2/0", "3/0", "4/0", "5/0"]
+
+
+def test_the_anchor_once_the_deltas_weigh_more() -> None:
+    rig = Rig(specs=SPECS)
+    for n in range(5):
+        rig.publish(anchor=n == 3)
+        rig.step(0.5)
+    assert _plan(rig, 2) == ["3/0", "4/0"]
+    assert _plan(rig, 1) == ["3/0/anchor", "4/0"]
+    assert _plan(rig, 0) == ["3/0/anchor", "4/0"]
+    assert _plan(rig, 3) == ["4/0"]
+
+
+def test_another_run_or_a_version_ahead_gets_the_anchor() -> None:
+    rig = Rig(specs=SPECS)
+    for _ in range(2):
+        rig.publish()
+        rig.step(0.01)
+    update = plan_update(rig.store, WeightVersion("other", 1))
+    assert update is not None
+    assert update.manifest_keys[0] == "run/0/0/manifest"
+    assert _plan(rig, 9) == ["0/0", "1/0"]
+
+
+def test_retired_deltas_lead_to_the_anchor() -> None:
+    rig = Rig(specs=SPECS, anchor_every=3, keep=1)
+    for _ in range(5):
+        rig.publish()
+        rig.step(0.01)
+    assert _plan(rig, 0) == ["3/0/anchor", "4/0"]
+    assert _plan(rig, 3) == ["4/0"]
+
+
+def test_a_version_retired_in_mid_look_up_is_reported() -> None:
+    rig = Rig(specs=SPECS)
+    for _ in range(3):
+        rig.publish()
+        rig.step(0.01)
+    rig.store.delete(["run/1/0/manifest"])
+    with pytest.raises(BlobNotFoundError, match="ask again"):
+        plan_update(rig.store, None)
+    assert _plan(rig, 1) == ["2/0"]
+
+
+def test_keys_name_their_version() -> None:
+    version = WeightVersion("a.b-c_1", 12)
+    assert version_of_key(manifest_key(version, 3)) == version
+
+
+def test_two_jobs_share_a_store_by_pointers() -> None:
+    store = MemoryTransport()
+    Rig(store=store, run="a", pointer="job-a").publish()
+    Rig(store=store, run="b", pointer="job-b").publish()
+    assert current_version(store, pointer="job-a") == WeightVersion("a", 0)
+    assert plan_update(store, None, pointer="job-b").target == WeightVersion("b", 0)
