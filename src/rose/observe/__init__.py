@@ -1,0 +1,1 @@
+"""Metrics, timeline and report."""
