@@ -1,0 +1,256 @@
+"""Every test of the engine contract fails on an engine that is broken in the way the test is about."""
+
+from __future__ import annotations
+
+import random
+
+import attrs
+import pytest
+
+from rose.errors import RoseError
+from rose.interfaces.serving import PauseMode
+from rose.testing import EngineContract, FakeEngine, fake_update
+from rose.types import FinishReason, WeightVersion
+
+
+class Suite(EngineContract):
+    quiet_s = 0.01
+    timeout_s = 10.0
+    engine_class = FakeEngine
+
+    async def make_engine(self):
+        return self.engine_class(token_s=0.001, weight_version=WeightVersion("run", 3))
+
+    async def make_update(self, engine):
+        return fake_update(WeightVersion("run", engine.weight_version.n + 1))
+
+
+def rewriting(rewrite):
+    """Return an engine whose streams are handed on through a function of all chunks so far and the new one."""
+
+    class Rewriting(FakeEngine):
+        async def generate(self, request):
+            stream = super().generate(request)
+            seen = []
+            try:
+                async for chunk in stream:
+                    seen.append(chunk)
+                    for rewritten in rewrite(self, request, seen, chunk):
+                        yield rewritten
+            finally:
+                await stream.aclose()
+
+    return Rewriting
+
+
+Repeats = rewriting(
+    lambda _e, _r, seen, chunk: [chunk, chunk] if len(seen) == 1 and not chunk.finish_reason else [chunk]
+)
+Loses = rewriting(lambda _e, _r, seen, chunk: [] if len(seen) == 2 else [chunk])
+NeverSaysWhy = rewriting(lambda _e, _r, _s, chunk: [attrs.evolve(chunk, finish_reason=None)])
+SaysWhyTooEarly = rewriting(lambda _e, _r, _s, chunk: [attrs.evolve(chunk, finish_reason=FinishReason.LENGTH)])
+NoLogprobs = rewriting(lambda _e, _r, _s, chunk: [attrs.evolve(chunk, logprobs=())])
+AlwaysLogprobs = rewriting(lambda _e, _r, _s, chunk: [attrs.evolve(chunk, logprobs=(0.0,) * len(chunk.token_ids))])
+WrongVersion = rewriting(lambda _e, _r, _s, chunk: [attrs.evolve(chunk, version=WeightVersion("run", 1))])
+StopsWithoutItsToken = rewriting(
+    lambda _e, r, _s, chunk: (
+        [attrs.evolve(chunk, token_ids=(), logprobs=())]
+        if chunk.finish_reason is FinishReason.STOP and r.sampling.stop_token_ids
+        else [chunk]
+    )
+)
+AbortLosesTokens = rewriting(
+    lambda _e, _r, seen, chunk: (
+        [attrs.evolve(chunk, token_ids=(seen[0].token_ids))] if chunk.finish_reason is FinishReason.ABORTED else [chunk]
+    )
+)
+VersionsGoBack = rewriting(
+    lambda _e, _r, seen, chunk: [attrs.evolve(chunk, version=WeightVersion("run", 9 if len(seen) == 1 else 4))]
+)
+
+
+class IsRandom(FakeEngine):
+    def _make_token(self, stream):
+        chunk = super()._make_token(stream)
+        return attrs.evolve(chunk, token_ids=(random.randrange(self.vocab_size),)) if chunk.token_ids else chunk
+
+
+class MixesStreams(FakeEngine):
+    def _make_token(self, stream):
+        return super()._make_token(random.choice(list(self._streams.values())))
+
+
+class IgnoresAbort(FakeEngine):
+    async def abort(self, request_id):
+        pass
+
+
+class AbortRaises(FakeEngine):
+    async def abort(self, request_id):
+        if request_id not in self._streams:
+            raise KeyError(request_id)
+
+
+class LeaksRequests(FakeEngine):
+    def _forget(self, stream):
+        pass
+
+
+class IgnoresPause(FakeEngine):
+    async def pause(self, mode):
+        if mode is PauseMode.ABORT:
+            await super().pause(PauseMode.KEEP)
+
+
+class PauseAlwaysAborts(FakeEngine):
+    async def pause(self, mode):
+        await super().pause(PauseMode.ABORT)
+
+
+class NeverResumes(FakeEngine):
+    async def resume(self):
+        pass
+
+
+class ResumeRaises(FakeEngine):
+    async def resume(self):
+        if not self._is_paused:
+            raise RuntimeError
+        await super().resume()
+
+
+class ChecksNothing(FakeEngine):
+    def _refuse_impossible(self, request):
+        pass
+
+
+class BlindSnapshot(FakeEngine):
+    async def snapshot(self):
+        return attrs.evolve(await super().snapshot(), num_running=0, num_waiting=0)
+
+
+class IgnoresBudget(FakeEngine):
+    async def set_kv_budget(self, num_tokens):
+        return num_tokens
+
+
+class IgnoresGate(FakeEngine):
+    async def set_gate(self, *, is_open):
+        pass
+
+
+class ResetChangesTokens(FakeEngine):
+    async def reset_prefix_cache(self):
+        self.seed += 1
+
+
+class StageIsActivate(FakeEngine):
+    async def stage(self, update):
+        await super().stage(update)
+        self.weight_version = update.target
+
+
+class StageWritesWeights(FakeEngine):
+    async def stage(self, update):
+        await super().stage(update)
+        self.seed += 1
+
+
+class ActivateForgetsTheVersion(FakeEngine):
+    async def activate(self):
+        before = self.weight_version
+        activation = await super().activate()
+        self.weight_version = before
+        return activation
+
+
+class ActivateStaysPaused(FakeEngine):
+    async def activate(self):
+        activation = await super().activate()
+        await self.pause(PauseMode.KEEP)
+        return activation
+
+
+class ActivateDropsStreams(FakeEngine):
+    async def activate(self):
+        await self.pause(PauseMode.ABORT)
+        return await super().activate()
+
+
+class FirstStageStays(FakeEngine):
+    async def stage(self, update):
+        if self._staged is not None:
+            raise RuntimeError
+        await super().stage(update)
+
+
+class ActivatesNothing(FakeEngine):
+    async def activate(self):
+        if self._staged is None:
+            self.weight_version = WeightVersion("run", 99)
+            raise RoseError
+        return await super().activate()
+
+
+class AppliesTwice(FakeEngine):
+    async def activate(self):
+        self.seed += self._staged.target == self.weight_version
+        return await super().activate()
+
+
+BITES = [
+    (Repeats, "max_tokens_bounds_the_stream"),
+    (Loses, "max_tokens_bounds_the_stream"),
+    (NeverSaysWhy, "only_the_last_chunk_has_a_finish_reason"),
+    (SaysWhyTooEarly, "only_the_last_chunk_has_a_finish_reason"),
+    (NoLogprobs, "one_logprob_a_token"),
+    (AlwaysLogprobs, "no_logprobs_unless_asked"),
+    (IsRandom, "greedy_is_deterministic"),
+    (IsRandom, "a_seed_makes_sampling_repeatable"),
+    (StopsWithoutItsToken, "stop_token_ends_the_stream_and_is_kept"),
+    (IgnoresAbort, "abort_keeps_the_tokens"),
+    (AbortLosesTokens, "abort_keeps_the_tokens"),
+    (AbortRaises, "abort_of_an_unknown_request_is_a_no_op"),
+    (LeaksRequests, "closing_a_stream_frees_the_engine"),
+    (LeaksRequests, "cancelling_a_reader_frees_the_engine"),
+    (MixesStreams, "streams_do_not_mix"),
+    (IgnoresPause, "pause_keep_goes_on_where_it_was"),
+    (PauseAlwaysAborts, "pause_keep_goes_on_where_it_was"),
+    (NeverResumes, "pause_keep_goes_on_where_it_was"),
+    (IgnoresPause, "pause_abort_ends_the_streams"),
+    (IgnoresPause, "requests_wait_while_paused"),
+    (ResumeRaises, "resume_without_pause_is_a_no_op"),
+    (ChecksNothing, "an_over_long_prompt_is_refused"),
+    (ChecksNothing, "unknown_token_ids_are_refused"),
+    (BlindSnapshot, "snapshot_counts_requests"),
+    (WrongVersion, "every_token_has_the_engines_version"),
+    (IgnoresBudget, "a_kv_cut_evicts_and_growth_serves_again"),
+    (IgnoresGate, "a_closed_gate_holds_steps_back"),
+    (ResetChangesTokens, "a_prefix_reset_changes_no_answer"),
+    (StageIsActivate, "stage_changes_nothing"),
+    (StageWritesWeights, "stage_changes_nothing"),
+    (ActivateForgetsTheVersion, "activate_moves_to_the_target"),
+    (ActivateStaysPaused, "activate_moves_to_the_target"),
+    (ActivateDropsStreams, "streams_survive_an_activation"),
+    (VersionsGoBack, "streams_survive_an_activation"),
+    (FirstStageStays, "a_new_stage_replaces_the_old"),
+    (ActivatesNothing, "activate_without_stage_is_refused"),
+    (AppliesTwice, "the_same_version_again_is_harmless"),
+]
+
+
+@pytest.mark.parametrize(("broken", "test"), BITES, ids=lambda value: getattr(value, "__name__", value))
+async def test_it_bites(broken, test, monkeypatch):
+    monkeypatch.setattr(Suite, "engine_class", broken)
+    monkeypatch.setattr(Suite, "timeout_s", 0.5)
+    with pytest.raises((AssertionError, TimeoutError, RuntimeError, KeyError, pytest.fail.Exception)):
+        await getattr(Suite(), f"test_{test}")()
+
+
+@pytest.mark.parametrize("test", sorted({test for _, test in BITES}))
+async def test_it_passes_a_sound_engine(test):
+    await getattr(Suite(), f"test_{test}")()
+
+
+def test_no_test_of_the_contract_is_left_out():
+    assert {f"test_{test}" for _, test in BITES} == {name for name in dir(EngineContract) if name.startswith("test_")}
