@@ -16,7 +16,6 @@ import attrs
 from rose.errors import ConfigError
 
 ADMISSION_MODES = ("slo", "quiet")
-RELAYS = ("memory", "mooncake")
 _SPEC = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 Validator = Callable[[Any, "attrs.Attribute[Any]", Any], None]
@@ -84,9 +83,8 @@ class DemoConfig:
     Attributes:
         trace: Request trace to replay on the serving engines (Azure, BurstGPT or Mooncake format, gz or not); ``None``
             generates a bursty load.
-        rate_rps: Mean requests a second and serving device that the load is scaled to; ``None`` keeps a trace's own rate.
-        trace_offset_s: Where in the trace the replayed window starts, in seconds after its first request.
-        min_requests: Fewest measured serving requests an arm; an arm that ends with fewer is not a result.
+        rate_rps: Mean requests a second and serving device that the load is scaled to, over its first half minute.
+        trace_offset_s: By how many seconds the windows that the devices replay are moved on in the trace.
         steps: RL steps an arm, learning and sparse phase together.
         sparse_fraction: Share of the steps that belongs to the sparse phase (at least one step when there are two).
         seed: Seed of maps, sampling, load and weights, the same in every arm.
@@ -97,7 +95,6 @@ class DemoConfig:
         slo_tpot_ms: Serving's time-per-output-token budget (default: the paper's for a 7B model).
         admission: ``slo`` fills up to the SLO, ``quiet`` hardly moves serving's own latency.
         port: Port of the weight relay on the loopback interface; 0 takes a free one.
-        relay: Transport that carries the weights to the borrowed engines.
         serving_profile: Named GPU and model whose step times the serving engines take.
         rollout_profile: Named GPU and model whose step times the rollout engines take.
         k: Stretch of modelled time, modelled second to wall second.
@@ -129,16 +126,12 @@ class DemoConfig:
         default=None,
         validator=attrs.validators.optional(_text("the path of a file", "leave it out to use the generated load")),
     )
-    rate_rps: float | None = attrs.field(
-        default=None,
-        validator=attrs.validators.optional(_above_zero("requests a second", "for example 5.5")),
-    )
+    rate_rps: float = attrs.field(default=5.6, validator=_above_zero("requests a second", "for example 5.6"))
     trace_offset_s: float = attrs.field(
         default=0.0, validator=_number("0 or more (seconds)", "0 starts at the first request", lambda value: value >= 0)
     )
-    min_requests: int = attrs.field(default=280, validator=_integer(1, "280 gives a P99 that rests on 3 requests"))
 
-    steps: int = attrs.field(default=16, validator=_integer(1, "for example 16"))
+    steps: int = attrs.field(default=12, validator=_integer(1, "for example 12"))
     sparse_fraction: float = attrs.field(
         default=0.25,
         validator=_number("0 or more and below 1", "0 leaves the sparse phase out", lambda value: 0 <= value < 1),
@@ -168,7 +161,6 @@ class DemoConfig:
     )
 
     port: int = attrs.field(default=0, validator=_integer(0, "0 takes a free port", maximum=65535))
-    relay: str = attrs.field(default="memory", validator=_one_of(RELAYS, "memory needs no further library"))
 
     serving_profile: str = attrs.field(
         default="h100:qwen2.5-7b", validator=_text("the name of a profile", "for example h100:qwen2.5-7b")
@@ -177,7 +169,7 @@ class DemoConfig:
         default="h100:qwen3-8b", validator=_text("the name of a profile", "for example h100:qwen3-8b")
     )
     k: float = attrs.field(
-        default=2.0, validator=_above_zero("wall seconds a modelled second", "2 suits 4 devices on 2 cores")
+        default=2.5, validator=_above_zero("wall seconds a modelled second", "2.5 suits 4 busy devices on 2 cores")
     )
     tokens_per_token: int = attrs.field(default=8, validator=_integer(1, "8 stands for an agent's longer turns"))
 
@@ -185,7 +177,7 @@ class DemoConfig:
     num_borrowed: int = attrs.field(
         default=2, validator=_integer(1, "without a borrowed engine there is nothing to compare")
     )
-    num_groups: int = attrs.field(default=16, validator=_integer(1, "for example 16"))
+    num_groups: int = attrs.field(default=20, validator=_integer(1, "for example 20"))
     group_size: int = attrs.field(default=8, validator=_integer(2, "GRPO compares the trajectories of a group"))
     cap_per_engine: int = attrs.field(default=16, validator=_integer(1, "the paper's cap is 16"))
     num_learner_ranks: int = attrs.field(default=2, validator=_integer(1, "for example 2"))
@@ -194,13 +186,13 @@ class DemoConfig:
     num_eval_episodes: int = attrs.field(default=2, validator=_integer(1, "for example 2"))
     warm_start_steps: int = attrs.field(default=150, validator=_integer(0, "0 starts from random weights"))
 
-    learn_lr: float = attrs.field(default=1e-3, validator=_above_zero("learning rate", "for example 1e-3"))
+    learn_lr: float = attrs.field(default=5e-4, validator=_above_zero("learning rate", "for example 1e-3"))
     sparse_lr: float = attrs.field(default=1e-6, validator=_above_zero("learning rate", "for example 1e-6"))
-    learn_minibatches: int = attrs.field(default=2, validator=_integer(1, "for example 2"))
+    learn_minibatches: int = attrs.field(default=4, validator=_integer(1, "for example 2"))
     sparse_minibatches: int = attrs.field(default=1, validator=_integer(1, "for example 1"))
     fixed_rollout_share: float = attrs.field(default=0.869, validator=_between_zero_and_one("the paper reports 0.869"))
-    ungated_steps: int = attrs.field(default=3, validator=_integer(0, "0 leaves the ungated arm out"))
-    uncapped_steps: int = attrs.field(default=2, validator=_integer(0, "0 leaves the uncapped arm out"))
+    ungated_steps: int = attrs.field(default=2, validator=_integer(0, "0 leaves the ungated arm out"))
+    uncapped_steps: int = attrs.field(default=1, validator=_integer(0, "0 leaves the uncapped arm out"))
 
     @property
     def sparse_steps(self) -> int:

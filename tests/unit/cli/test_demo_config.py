@@ -13,9 +13,8 @@ from rose.reference.demo_config import DemoConfig
 def test_the_defaults_are_the_documented_demo():
     config = DemoConfig()
     assert (config.num_dedicated, config.num_borrowed) == (2, 2)
-    assert (config.num_groups, config.group_size, config.cap_per_engine) == (16, 8, 16)
+    assert (config.num_groups, config.group_size, config.cap_per_engine) == (20, 8, 16)
     assert (config.slo_ttft_ms, config.slo_tpot_ms) == (500, 150)
-    assert config.min_requests == 280
     assert config.tokens_per_token == 8
 
 
@@ -43,7 +42,7 @@ def test_how_steps_are_shared(steps, learn, sparse):
         ("steps", 0), ("steps", 1.0), ("steps", True), ("seed", -1), ("seed", 2**31),
         ("port", -1), ("port", 65536), ("rate_rps", 0.0), ("trace", ""), ("trace_offset_s", -1.0),
         ("out", ""), ("env", "FrozenLake"), ("env", "a:b:c"), ("env", "a/b:C"),
-        ("admission", "paper"), ("relay", "nccl"), ("k", 0.0), ("sparse_fraction", 1.0),
+        ("admission", "paper"), ("k", 0.0), ("sparse_fraction", 1.0),
         ("fixed_rollout_share", 1.0), ("fixed_rollout_share", 0.0), ("group_size", 1), ("num_dedicated", 0),
         ("num_borrowed", 0), ("cap_per_engine", 0), ("learn_lr", 0.0), ("json", 1), ("ungated_steps", -1),
     ],

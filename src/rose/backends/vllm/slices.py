@@ -1,0 +1,190 @@
+"""Which part of which live parameter every part of every checkpoint tensor becomes.
+
+vLLM fuses (qkv, gate and up), pads (vocabulary) and cuts (tensor parallelism) while it loads, each model in its own
+``load_weights``. The plan is found by running that very method once with tensors that have shapes but no bytes (meta
+device) and noting every copy it would make; so there is no table of models, and live weights are only looked at.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator, Mapping
+from itertools import accumulate
+from operator import mul
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+from torch.overrides import TorchFunctionMode
+
+from rose.errors import LayoutMismatchError
+from rose.interfaces.trainer import ShardSpec, TensorSpec
+
+_SAFETENSORS_DTYPES = {
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "I16": torch.int16,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "BOOL": torch.bool,
+}
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@attrs.frozen(kw_only=True)
+class Piece:
+    """A box of a checkpoint tensor and the integer view of the live memory that holds it, both of the box's shape."""
+
+    box: ShardSpec
+    live: torch.Tensor
+
+
+@attrs.frozen(kw_only=True)
+class SlicePlan:
+    """The checkpoint tensors that a rank of an engine loads from, in wire dtype, and the pieces each becomes."""
+
+    tensors: Mapping[str, TensorSpec]
+    pieces: Mapping[str, tuple[Piece, ...]]
+
+    @classmethod
+    def trace(cls, model: torch.nn.Module, checkpoint: Mapping[str, torch.Tensor]) -> SlicePlan:
+        """Find the plan of a loaded model.
+
+        Args:
+            model: A vLLM model; its ``load_weights`` is called (within vLLM's current config).
+            checkpoint: Tensor name -> a contiguous meta tensor of the checkpoint's shape and dtype. Names that the
+                model does not load are left out of the plan.
+
+        Raises:
+            LayoutMismatchError: The loader transforms a tensor beyond cutting and copying, or a parameter of the model
+                comes from none of them; names the tensors.
+        """
+        recorder = _CopyRecorder()
+        try:
+            with torch.no_grad(), recorder:
+                model.load_weights(iter(checkpoint.items()))
+        except (RuntimeError, NotImplementedError, ValueError, AssertionError, KeyError) as error:
+            message = f"{type(model).__name__}.load_weights needs more than cuts and copies, which ROSE cannot update: {error}"
+            raise LayoutMismatchError(message) from error
+        names = {tensor.untyped_storage()._cdata: name for name, tensor in checkpoint.items()}  # noqa: SLF001 - identity
+        found: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        for source, live in recorder.copies:
+            name = names.get(source.untyped_storage()._cdata)  # noqa: SLF001 - identity
+            if name is None:
+                message = f"{type(model).__name__} computes a parameter of shape {tuple(live.shape)} while it loads"
+                raise LayoutMismatchError(message)
+            found.setdefault(name, []).append((source, live))
+        _check_all_loaded(model, [live for copies in found.values() for _, live in copies])
+        tensors, pieces = {}, {}
+        for name, copies in found.items():
+            tensors[name] = _spec(name, checkpoint[name], [live for _, live in copies])
+            pieces[name] = tuple(_piece(name, checkpoint[name], source, live) for source, live in copies)
+        return cls(tensors=tensors, pieces=pieces)
+
+    def find(self, name: str, box: ShardSpec) -> Iterator[torch.Tensor]:
+        """Yield the live views (integer, of the box's shape) of every copy of a box that this rank holds."""
+        for piece in self.pieces.get(name, ()):
+            starts = [a - b for a, b in zip(box.offset, piece.box.offset, strict=True)]
+            if all(s >= 0 and s + n <= m for s, n, m in zip(starts, box.shape, piece.box.shape, strict=True)):
+                view = piece.live
+                for dim, (start, size) in enumerate(zip(starts, box.shape, strict=True)):
+                    view = view.narrow(dim, start, size)
+                yield view
+
+
+def read_checkpoint(directory: Path) -> dict[str, torch.Tensor]:
+    """Return meta tensors for every tensor of a safetensors checkpoint; reads the headers only.
+
+    Raises:
+        LayoutMismatchError: There is no such checkpoint, or a dtype that ROSE does not carry.
+    """
+    found: dict[str, torch.Tensor] = {}
+    for path in sorted(directory.glob("*.safetensors")):
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            header = json.loads(file.read(length))
+        for name, entry in header.items():
+            if name == "__metadata__":
+                continue
+            dtype = _SAFETENSORS_DTYPES.get(entry["dtype"])
+            if dtype is None:
+                message = f"tensor {name!r} of {path} has dtype {entry['dtype']}, which ROSE does not carry"
+                raise LayoutMismatchError(message)
+            found[name] = torch.empty(entry["shape"], dtype=dtype, device="meta")
+    if not found:
+        message = f"{directory} holds no *.safetensors, so the engine's checkpoint names are unknown"
+        raise LayoutMismatchError(message)
+    return found
+
+
+class _CopyRecorder(TorchFunctionMode):  # type: ignore[misc] # torch is untyped here
+    """Notes copies from meta tensors into real ones instead of making them; sees this thread's calls only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.copy_ and args[1].is_meta and not args[0].is_meta:
+            self._note(args[1], args[0])
+            return args[0]
+        if func is torch.Tensor.__setitem__ and isinstance(args[2], torch.Tensor) and args[2].is_meta:
+            self._note(args[2], args[0][args[1]])
+            return None
+        if func in (torch.Tensor.fill_, torch.Tensor.zero_) and not args[0].is_meta:
+            return args[0]  # padding that a real load cleared already
+        return func(*args, **(kwargs or {}))
+
+    def _note(self, source: torch.Tensor, live: torch.Tensor) -> None:
+        if source.shape != live.shape:
+            message = f"a copy of shape {tuple(source.shape)} into {tuple(live.shape)}"
+            raise ValueError(message)
+        self.copies.append((source, live.detach()))
+
+
+def _check_all_loaded(model: torch.nn.Module, loaded: list[torch.Tensor]) -> None:
+    storages = {live.untyped_storage().data_ptr() for live in loaded}
+    missing = [
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.numel() and parameter.untyped_storage().data_ptr() not in storages
+    ]
+    empty = [name for name, parameter in model.named_parameters() if not parameter.numel()]
+    if missing or empty:
+        message = (
+            f"these parameters of {type(model).__name__} come from no checkpoint tensor or were repacked, "
+            f"so ROSE cannot update them: {', '.join(missing + empty)}"
+        )
+        raise LayoutMismatchError(message)
+
+
+def _spec(name: str, tensor: torch.Tensor, live: list[torch.Tensor]) -> TensorSpec:
+    dtypes = {str(view.dtype).removeprefix("torch.") for view in live}
+    if len(dtypes) > 1:
+        message = f"{name} is held in several dtypes: {', '.join(sorted(dtypes))}"
+        raise LayoutMismatchError(message)
+    return TensorSpec(name=name, shape=tuple(tensor.shape), dtype=dtypes.pop())
+
+
+def _piece(name: str, whole: torch.Tensor, source: torch.Tensor, live: torch.Tensor) -> Piece:
+    shape = tuple(whole.shape)
+    bits = live.view(_BITS[live.element_size()])
+    if source.numel() == whole.numel() == 1:
+        return Piece(box=ShardSpec(offset=(0,) * len(shape), shape=shape), live=bits.view(shape))
+    strides = tuple(accumulate((1, *shape[:0:-1]), mul))[::-1]
+    if source.dim() != len(shape) or source.stride() != strides:
+        message = f"{name} is reshaped or transposed while it is loaded, which ROSE cannot update"
+        raise LayoutMismatchError(message)
+    offset, rest = [], source.storage_offset()
+    for stride in strides:
+        start, rest = divmod(rest, stride)
+        offset.append(start)
+    return Piece(box=ShardSpec(offset=tuple(offset), shape=tuple(source.shape)), live=bits)

@@ -1,0 +1,1 @@
+"""The co-serving executor: two engines of different models on one device, serving first."""

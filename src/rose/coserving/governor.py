@@ -1,0 +1,163 @@
+"""Step governors: what an engine's step loop asks before a step and tells after it. No engine library is imported here.
+
+Invariants:
+
+* A turn of the device is held only between ``ask`` and ``finish`` / ``release`` of one engine step. An engine that is
+  paused or has lost its requests is not stepped any more, so a turn kept across steps would be lost.
+* A governor never keeps its caller longer than one device turn plus ``max_hold_s``, so that aborts, pauses and remote
+  calls are served while the gate is closed.
+* A turn is never waited for with old inputs: the caller's ``on_grant`` runs after the wait and before it builds the step.
+* While the clock is frozen serving makes no step; rollout and dedicated engines run unpaced.
+
+Life cycle of one engine step:
+
+1. [STEP LOOP] ``ask...``: may a step start? ``False``: make an empty step and come back.
+2. [STEP LOOP] builds the batch, then ``begin(first, later)``: the device turns that the batch stands for.
+3. The engine computes.
+4. [STEP LOOP] ``finish()``: wait for the modelled end (rollouts also take their later turns here), publish, ``release()``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Protocol, runtime_checkable
+
+import attrs
+from attrs import validators as v
+
+from rose.coserving.predictor import StepPredictor
+from rose.coserving.step_log import StepLog
+from rose.interfaces.device import Device, StepWork
+
+
+class StepClock(Protocol):
+    """What a step loop needs of its device's clock."""
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether time stands still."""
+
+    def now(self) -> float:
+        """Return the time in seconds."""
+
+    def block(self, duration_s: float) -> None:
+        """Wait on this thread; passes also while frozen."""
+
+
+@runtime_checkable
+class SupportsReleaseHint(Protocol):
+    """A device that knows when its present turn ends."""
+
+    @property
+    def expected_release_s(self) -> float:
+        """When the device becomes free if nobody takes another turn."""
+
+
+@attrs.frozen(kw_only=True)
+class GovernorConfig:
+    """Timing of a step loop, in seconds of the device's clock.
+
+    Attributes:
+        host_gap_s: From a step's end until the engine could start the next on a real GPU.
+        on_time_s: An engine that asks within this of being ready counts as on time: its host work is the machine's,
+            not the model's, and its step starts when it was ready.
+        poll_s: Between two looks at a closed gate.
+        max_poll_s: After this long the engine loop is given a chance to serve its inputs.
+        think_s: How long after a step the rollout engine still counts as about to ask again.
+        max_hold_s: Later turns of a step wait at most this long for the gate; then they are owed.
+    """
+
+    host_gap_s: float = attrs.field(default=1.5e-3, validator=v.ge(0))
+    on_time_s: float = attrs.field(default=5e-3, validator=v.ge(0))
+    poll_s: float = attrs.field(default=100e-6, validator=v.gt(0))
+    max_poll_s: float = attrs.field(default=2.5e-3, validator=v.gt(0))
+    think_s: float = attrs.field(default=5e-3, validator=v.ge(0))
+    max_hold_s: float = attrs.field(default=0.25, validator=v.gt(0))
+
+
+class StepGovernor:
+    """The step loop of an engine that has its device to itself."""
+
+    def __init__(self, device: Device, clock: StepClock, config: GovernorConfig, log: StepLog) -> None:
+        """Govern one engine's steps on ``device``, whose clock is ``clock``."""
+        self.device = device
+        self.log = log
+        self._clock = clock
+        self._config = config
+        self._predictor = StepPredictor()
+        self._asked_s = 0.0
+        self._granted_s: float | None = None
+        self._ready_s: float | None = None
+        self._turn: tuple[float, float] | None = None
+        self._later: Sequence[StepWork] = ()
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether the device's clock stands still."""
+        return self._clock.is_frozen
+
+    def ask(self) -> bool:
+        """Take the turn; a dedicated device is always free. While frozen no turn is needed."""
+        self._start_asking()
+        return self.is_frozen or self.device.acquire(is_blocking=True)
+
+    def begin(self, first: StepWork, later: Iterable[StepWork] = ()) -> None:
+        """Charge the batch's first turn to the device; ``later`` turns follow in ``finish``. Nothing while frozen."""
+        self._later = () if self.is_frozen else tuple(later)
+        self._turn = None if self.is_frozen else self._charge(first)
+
+    def finish(self, *, has_more: bool) -> None:
+        """Wait until the step's turns are over. ``has_more``: the engine has requests for another step at once."""
+        if self._turn is None:
+            self._ready_s = None
+            return
+        _, end_s = self._turn
+        for work in self._later:
+            self._asked_s = self._ready_s = end_s + self._config.host_gap_s
+            _, end_s = self._charge(work)
+        self._await_end(end_s)
+        self._ready_s = end_s + self._config.host_gap_s if has_more else None
+
+    def skip(self) -> None:
+        """Note that no step came of the last ``ask``."""
+        self._turn, self._ready_s = None, None
+        self.release()
+
+    def release(self) -> None:
+        """Give the turn back."""
+        self.device.release()
+
+    def close(self) -> None:
+        """Let go of the device."""
+        self.release()
+
+    def _start_asking(self) -> None:
+        self._asked_s, self._granted_s = self._clock.now(), None
+
+    def _charge(self, work: StepWork) -> tuple[float, float]:
+        """Begin a device turn; return its charged start and end."""
+        ready_s, slip_s = self._starting_point()
+        guess_s = self.device.predict_s(work)
+        end_s = self.device.begin_step(work, ready_s)
+        start_s = end_s - guess_s
+        if start_s > self._asked_s:
+            slip_s = 0.0
+        waited_s = 0.0 if self._granted_s is None else self._granted_s - self._asked_s
+        shape = (work.num_prefill_tokens, work.num_decodes)
+        self.log.append((start_s, guess_s, math.nan, slip_s, waited_s, *shape))
+        return start_s, end_s
+
+    def _starting_point(self) -> tuple[float, float]:
+        """Return from when on the step may run, and how long the engine itself kept the device idle."""
+        if self._granted_s is not None:
+            return self._granted_s, 0.0
+        if self._ready_s is None:
+            return self._asked_s, 0.0
+        if self._asked_s - self._ready_s <= self._config.on_time_s:
+            return self._ready_s, 0.0
+        return self._asked_s, self._asked_s - self._ready_s
+
+    def _await_end(self, end_s: float) -> None:
+        self._turn = None
+        self.log.set_last_lateness(self.device.finish_step(end_s))

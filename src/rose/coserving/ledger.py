@@ -1,0 +1,246 @@
+"""The ledger of one shared device: what serving, the rollout engine and the lender say, in one small shared file.
+
+Invariants:
+
+* Each section has one writer: *arrivals* serving's input thread, *pulse* serving's heartbeat thread, *serving* serving's
+  step loop, *rollout* the rollout engine's step loop, *budget* the lender. Everybody may read everything.
+* Reading needs no lock and no call to another process; a torn, missing or foreign record raises ``LedgerError`` and
+  whoever decides on it fails closed.
+* Times are seconds of the device's clock; sizes are modelled bytes.
+
+Life cycle:
+
+1. [LENDER] ``Ledger.create`` writes the header and empty sections; no lease.
+2. [ENGINES] ``Ledger.attach``; each publishes its own section after every step.
+3. [LENDER] ``publish_budget`` grants, renews, revokes; the rollout engine reads it before every step.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from pathlib import Path
+
+import attrs
+
+from rose.coserving.shared_page import SECTION_BYTES, Section, map_file
+from rose.errors import LedgerError
+from rose.policies.admission import Budget, Mode, ServingState
+
+_MAGIC = b"ROSELEDG"
+_VERSION = 1
+_HEADER = struct.Struct("<8sII")
+_NUM_SECTIONS = 6
+_NUM_BYTES = _NUM_SECTIONS * SECTION_BYTES
+_MODES = tuple(Mode)
+
+
+@attrs.frozen(kw_only=True)
+class ArrivalState:
+    """Prompts that reached the serving process since it started, and when the last one did."""
+
+    num_arrived: int = 0
+    last_arrival_s: float = -math.inf
+
+
+@attrs.frozen(kw_only=True)
+class RolloutState:
+    """What a rollout engine says of itself.
+
+    Attributes:
+        wants_until_s: Until when it expects to ask for the device next; in the past when it does not.
+        step_s: How long its next step takes at most.
+        num_running, num_waiting: Requests.
+        kv_used_bytes, kv_budget_bytes: Its use and the budget in force.
+        num_evicted: Requests evicted since start.
+        updated_s: When this was written.
+    """
+
+    wants_until_s: float = -math.inf
+    step_s: float = 0.0
+    num_running: int = 0
+    num_waiting: int = 0
+    kv_used_bytes: float = 0.0
+    kv_budget_bytes: float = 0.0
+    num_evicted: int = 0
+    updated_s: float = -math.inf
+
+
+IDLE_SERVING = ServingState(
+    num_arrived=0,
+    num_admitted=0,
+    num_running=0,
+    num_waiting=0,
+    kv_used_bytes=0.0,
+    kv_pool_bytes=math.inf,
+    oldest_arrival_s=math.nan,
+    last_step_end_s=-math.inf,
+    deadline_s=math.inf,
+    next_decode_s=0.0,
+    heartbeat_s=-math.inf,
+)
+
+
+class Ledger:
+    """A handle on the ledger file of one device."""
+
+    def __init__(self, path: Path | str) -> None:
+        """Attach to the ledger in ``path``; prefer ``Ledger.attach`` and ``Ledger.create``.
+
+        Raises:
+            LedgerError: There is no ledger, or one of another version.
+        """
+        self.path = str(path)
+        self._memory = map_file(path, _NUM_BYTES, is_new=False)
+        magic, version, num_bytes = _HEADER.unpack_from(self._memory, 0)
+        if (magic, version, num_bytes) != (_MAGIC, _VERSION, _NUM_BYTES):
+            message = (
+                f"{path} is no ROSE ledger of version {_VERSION} (found {magic!r}, version {version}); recreate it"
+            )
+            raise LedgerError(message)
+        self._arrivals = self._section(1, "<qd", "arrivals")
+        self._pulse = self._section(2, "<d", "pulse")
+        self._serving = self._section(3, "<qqq6d", "serving")
+        self._rollout = self._section(4, "<ddqqddqd", "rollout")
+        self._budget = self._section(5, "<qdqd?", "budget")
+
+    def _section(self, index: int, layout: str, name: str) -> Section:
+        return Section(self._memory, index, layout, f"section {name} of ledger {self.path}")
+
+    @classmethod
+    def attach(cls, path: Path | str) -> Ledger:
+        """Open an existing ledger.
+
+        Raises:
+            LedgerError: There is no ledger, or one of another version.
+        """
+        return cls(path)
+
+    @classmethod
+    def create(cls, path: Path | str) -> Ledger:
+        """Make a new ledger, replacing an older file, with no lease and a serving engine that never spoke.
+
+        Raises:
+            LedgerError: The file cannot be made.
+        """
+        memory = map_file(path, _NUM_BYTES, is_new=True)
+        _HEADER.pack_into(memory, 0, _MAGIC, _VERSION, _NUM_BYTES)
+        memory.close()
+        ledger = cls(path)
+        ledger.publish_arrivals(ArrivalState())
+        ledger.beat(-math.inf)
+        ledger.publish_serving(IDLE_SERVING)
+        ledger.publish_rollout(RolloutState())
+        ledger.publish_budget(Budget())
+        return ledger
+
+    def publish_arrivals(self, state: ArrivalState) -> None:
+        """[SERVING, input thread] Note that a prompt came, before the step loop knows of it."""
+        self._arrivals.write(state.num_arrived, state.last_arrival_s)
+
+    def beat(self, now_s: float) -> None:
+        """[SERVING, heartbeat thread] Say that the process is alive."""
+        self._pulse.write(now_s)
+
+    def publish_serving(self, state: ServingState) -> None:
+        """[SERVING, step loop] Publish all but ``num_arrived`` and ``heartbeat_s``, which have their own sections."""
+        self._serving.write(
+            state.num_admitted,
+            state.num_running,
+            state.num_waiting,
+            state.kv_used_bytes,
+            state.kv_pool_bytes,
+            state.oldest_arrival_s,
+            state.last_step_end_s,
+            state.deadline_s,
+            state.next_decode_s,
+        )
+
+    def publish_rollout(self, state: RolloutState) -> None:
+        """[ROLLOUT, step loop] Publish the rollout engine's state."""
+        self._rollout.write(
+            state.wants_until_s,
+            state.step_s,
+            state.num_running,
+            state.num_waiting,
+            state.kv_used_bytes,
+            state.kv_budget_bytes,
+            state.num_evicted,
+            state.updated_s,
+        )
+
+    def publish_budget(self, budget: Budget) -> None:
+        """[LENDER] Publish what is allowed on the device."""
+        self._budget.write(
+            _MODES.index(budget.mode),
+            budget.kv_cap_bytes,
+            budget.fencing_token,
+            budget.expires_s,
+            budget.is_granted,
+        )
+
+    def arrivals(self) -> ArrivalState:
+        """Read serving's arrivals."""
+        num_arrived, last_arrival_s = self._arrivals.read()
+        return ArrivalState(num_arrived=int(num_arrived), last_arrival_s=last_arrival_s)
+
+    def serving(self) -> ServingState:
+        """Read serving's state. Arrivals are read last, so that no prompt is missed in between."""
+        admitted, running, waiting, used, pool, oldest, end, deadline, decode = self._serving.read()
+        return ServingState(
+            num_admitted=int(admitted),
+            num_running=int(running),
+            num_waiting=int(waiting),
+            kv_used_bytes=used,
+            kv_pool_bytes=pool,
+            oldest_arrival_s=oldest,
+            last_step_end_s=end,
+            deadline_s=deadline,
+            next_decode_s=decode,
+            heartbeat_s=self._pulse.read()[0],
+            num_arrived=int(self._arrivals.read()[0]),
+        )
+
+    def rollout(self) -> RolloutState:
+        """Read the rollout engine's state."""
+        wants, step, running, waiting, used, budget, evicted, updated = self._rollout.read()
+        return RolloutState(
+            wants_until_s=wants,
+            step_s=step,
+            num_running=int(running),
+            num_waiting=int(waiting),
+            kv_used_bytes=used,
+            kv_budget_bytes=budget,
+            num_evicted=int(evicted),
+            updated_s=updated,
+        )
+
+    def budget(self) -> Budget:
+        """Read what the lender allows."""
+        mode, cap, token, expires_s, is_granted = self._budget.read()
+        return Budget(
+            mode=_MODES[int(mode)],
+            kv_cap_bytes=cap,
+            fencing_token=int(token),
+            expires_s=expires_s,
+            is_granted=bool(is_granted),
+        )
+
+    def describe(self) -> str:
+        """Return the whole ledger as text, one section a paragraph; unreadable sections say so."""
+        parts = [f"ledger {self.path}, version {_VERSION}"]
+        for name in ("arrivals", "serving", "rollout", "budget"):
+            try:
+                state = getattr(self, name)()
+            except LedgerError as error:
+                parts.append(f"{name}: {error}")
+                continue
+            lines = [f"  {field} = {_render(value)}" for field, value in attrs.asdict(state).items()]
+            parts.append("\n".join([f"{name}:", *lines]))
+        return "\n".join(parts)
+
+
+def _render(value: object) -> str:
+    if isinstance(value, Mode):
+        return value.value
+    return f"{value:.6g}" if isinstance(value, float) else str(value)

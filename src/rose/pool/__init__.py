@@ -1,0 +1,43 @@
+"""RolloutPool: each turn of each trajectory to the right engine, nothing lost when engines come and go."""
+
+from rose.policies.routing import Circuit, EngineState, EngineView, RoutingConfig, WaitReason
+from rose.pool.borrowing import Borrower
+from rose.pool.config import PoolConfig, ResumePolicy
+from rose.pool.events import (
+    EngineStateChanged,
+    Observer,
+    PoolEvent,
+    TurnAssigned,
+    TurnFailed,
+    TurnFinished,
+    TurnRerouted,
+    WeightsActivated,
+)
+from rose.pool.membership import EngineAccount
+from rose.pool.pool import PoolSnapshot, RolloutPool
+from rose.pool.weights import SyncReport, TransportSource, UpdateSource
+
+__all__ = [
+    "Borrower",
+    "Circuit",
+    "EngineAccount",
+    "EngineState",
+    "EngineStateChanged",
+    "EngineView",
+    "Observer",
+    "PoolConfig",
+    "PoolEvent",
+    "PoolSnapshot",
+    "ResumePolicy",
+    "RolloutPool",
+    "RoutingConfig",
+    "SyncReport",
+    "TransportSource",
+    "TurnAssigned",
+    "TurnFailed",
+    "TurnFinished",
+    "TurnRerouted",
+    "UpdateSource",
+    "WaitReason",
+    "WeightsActivated",
+]

@@ -1,0 +1,125 @@
+"""Borrowed engines in a pool for as long as their leases last.
+
+Life cycle:
+
+1. [JOB] ``Borrower`` asks the lender for devices and adds the rollout engine of each granted one to the pool.
+2. [JOB] it renews its leases after every third of their time to live.
+3. [LENDER] revokes or lets expire: the ledger stops the engine at its next step; the borrower hears of it and takes the
+   engine out of the pool, whose turns go on elsewhere with the tokens they have.
+4. [JOB] leaving gives every device back.
+
+Invariants: an engine is in the pool only under a lease that was in force when it was added; a device whose engine does not
+answer is given back at once; nothing is renewed that the lender ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Self
+
+from rose.coserving.lender import LeaseChange, LeaseEvent, Lender
+from rose.errors import EngineLostError, LeaseError
+from rose.interfaces import Clock, ServingEngine
+from rose.policies.lending import Lease
+from rose.pool.pool import RolloutPool
+from rose.types import DeviceId, EngineKind, JobId
+
+_logger = logging.getLogger(__name__)
+_RENEWALS_PER_TTL = 3
+_REMOVE_TIMEOUT_S = 2.0
+
+
+class Borrower:
+    """Keeps a pool's borrowed engines in step with its leases. Use as an async context manager, inside the pool's own.
+
+    Args:
+        lender: Grants the devices.
+        pool: Where the engines join.
+        engines: The rollout engine that waits on each device.
+        job: In whose name devices are borrowed.
+        clock: The clock of the leases.
+    """
+
+    def __init__(
+        self,
+        lender: Lender,
+        pool: RolloutPool,
+        engines: Mapping[DeviceId, ServingEngine],
+        *,
+        job: JobId,
+        clock: Clock,
+    ) -> None:
+        self._lender = lender
+        self._pool = pool
+        self._engines = engines
+        self._job = job
+        self._clock = clock
+        self._leases: dict[DeviceId, Lease] = {}
+        self._ended: asyncio.Queue[Lease] = asyncio.Queue()
+        self._group = asyncio.TaskGroup()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def __aenter__(self) -> Self:
+        """Borrow as many devices as the lender grants, up to one an engine."""
+        await self._group.__aenter__()
+        self._lender.subscribe(self._hear)
+        for lease in self._lender.grant(self._job, len(self._engines)):
+            await self._join(lease)
+        self._tasks = [self._group.create_task(self._renew()), self._group.create_task(self._leave())]
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Give every device back."""
+        try:
+            for task in self._tasks:
+                task.cancel()
+            await self._group.__aexit__(None, None, None)
+        finally:
+            self._lender.unsubscribe(self._hear)
+            for device_id in self._leases:
+                self._lender.revoke(device_id)
+                await self._take_out(device_id, "the job gave its device back")
+
+    async def _join(self, lease: Lease) -> None:
+        engine = self._engines[lease.device_id]
+        try:
+            await self._pool.add_engine(engine, EngineKind.BORROWED, lease_id=lease.lease_id)
+        except EngineLostError as error:
+            _logger.warning("device %s is given back: %s", lease.device_id, error)
+            self._lender.revoke(lease.device_id)
+        else:
+            self._leases[lease.device_id] = lease
+
+    def _hear(self, event: LeaseEvent) -> None:
+        if event.change in (LeaseChange.REVOKED, LeaseChange.EXPIRED):
+            self._ended.put_nowait(event.lease)
+
+    async def _renew(self) -> None:
+        while True:
+            now_s = self._clock.now()
+            ends_s = min((lease.expires_s for lease in self._leases.values()), default=now_s + _RENEWALS_PER_TTL)
+            await self._clock.sleep((ends_s - now_s) / _RENEWALS_PER_TTL)
+            for device_id, lease in list(self._leases.items()):
+                try:
+                    self._leases[device_id] = self._lender.renew(lease.lease_id)
+                except LeaseError:
+                    continue  # the lender ended it; ``_leave`` hears of that
+
+    async def _leave(self) -> None:
+        while True:
+            lease = await self._ended.get()
+            held = self._leases.get(lease.device_id)
+            if held is not None and held.lease_id == lease.lease_id:
+                del self._leases[lease.device_id]
+                await self._take_out(lease.device_id, "its lease is over")
+
+    async def _take_out(self, device_id: DeviceId, why: str) -> None:
+        try:
+            await self._pool.remove_engine(self._engines[device_id].engine_id, why, timeout_s=_REMOVE_TIMEOUT_S)
+        except EngineLostError:
+            return  # it was lost before

@@ -1,0 +1,61 @@
+"""Settings of a RolloutPool. Times are seconds on the pool's clock."""
+
+from __future__ import annotations
+
+import enum
+
+import attrs
+from attrs import validators as v
+
+from rose.policies.routing import RoutingConfig
+
+
+class ResumePolicy(enum.Enum):
+    """What becomes of a turn that an engine aborted without being asked by the pool.
+
+    ``on``: it goes on elsewhere with the tokens it has. ``off``: it ends as aborted with the tokens it has.
+    ``same_version``: it goes on at the version of its last token only, and ends as aborted once no engine holds that.
+    """
+
+    ON = "on"
+    OFF = "off"
+    SAME_VERSION = "same_version"
+
+
+@attrs.frozen(kw_only=True)
+class PoolConfig:
+    """How a pool treats its turns and engines.
+
+    Attributes:
+        routing: Limits of the routing policy.
+        stall_s: A turn that got no token for this long is moved. Time in which the pool updates the engine is not counted.
+        max_hops: Attempts of one turn that may end without finishing it, busy answers not counted.
+        max_busy: Busy answers that one turn may meet.
+        resume_after_abort: What becomes of a turn that an engine aborted by itself.
+        busy_s: How long a busy or evicting engine is left alone at first; doubles up to ``busy_max_s`` while it repeats.
+        busy_max_s: The longest of these pauses.
+        circuit_s: How long an engine that failed a request is left alone at first; doubles up to ``circuit_max_s``.
+        circuit_max_s: The longest of these pauses.
+        jitter_fraction: Each pause is stretched by a random share of up to this.
+        reading_interval_s: How often the load and health of each engine are read.
+        stage_timeout_s: How long planning and staging a weight update may take on one engine.
+        activate_timeout_s: How long activating it may take.
+        close_timeout_s: How long closing the pool waits for aborts, on the event loop's time.
+        max_trajectories: How many trajectories (and groups) the pool remembers for affinity and order.
+    """
+
+    routing: RoutingConfig = attrs.field(factory=RoutingConfig, validator=v.instance_of(RoutingConfig))
+    stall_s: float = attrs.field(default=2.0, validator=v.gt(0))
+    max_hops: int = attrs.field(default=16, validator=[v.instance_of(int), v.ge(1)])
+    max_busy: int = attrs.field(default=64, validator=[v.instance_of(int), v.ge(1)])
+    resume_after_abort: ResumePolicy = attrs.field(default=ResumePolicy.ON, validator=v.instance_of(ResumePolicy))
+    busy_s: float = attrs.field(default=0.05, validator=v.gt(0))
+    busy_max_s: float = attrs.field(default=2.0, validator=v.gt(0))
+    circuit_s: float = attrs.field(default=5.0, validator=v.gt(0))
+    circuit_max_s: float = attrs.field(default=60.0, validator=v.gt(0))
+    jitter_fraction: float = attrs.field(default=0.25, validator=[v.ge(0), v.le(1)])
+    reading_interval_s: float = attrs.field(default=0.5, validator=v.gt(0))
+    stage_timeout_s: float = attrs.field(default=300.0, validator=v.gt(0))
+    activate_timeout_s: float = attrs.field(default=60.0, validator=v.gt(0))
+    close_timeout_s: float = attrs.field(default=5.0, validator=v.gt(0))
+    max_trajectories: int = attrs.field(default=100_000, validator=[v.instance_of(int), v.ge(1)])

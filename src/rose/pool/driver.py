@@ -1,0 +1,217 @@
+"""The asyncio shell around ``PoolState``: it does the I/O that the state asks for, and reports what came of it.
+
+Invariants:
+
+* Every task belongs to one task group; ``stop`` ends them all.
+* A report to the state is followed by ``apply`` before anything else runs.
+* One task feeds each started attempt, one aborts each that is given up, one waits for the next moment that matters.
+* Observers are called by the event loop, after the fact; what they raise does not reach the pool.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Coroutine
+from typing import Any
+
+from rose.errors import DeadlineExceededError, EngineError, EngineLostError, RoseError
+from rose.interfaces import Clock
+from rose.policies.routing import EngineState
+from rose.pool.actions import SettleTurn, StartAttempt, StopAttempt
+from rose.pool.config import PoolConfig
+from rose.pool.events import Observer
+from rose.pool.membership import Member
+from rose.pool.state import PoolState
+from rose.pool.timing import within
+from rose.pool.turns import Attempt
+from rose.types import TokenChunk, TurnResult
+
+_logger = logging.getLogger(__name__)
+
+
+class Driver:
+    """Carries the state's plans out.
+
+    Attributes:
+        is_open: Between ``start`` and ``stop``.
+    """
+
+    def __init__(self, state: PoolState, *, config: PoolConfig, clock: Clock, on_event: Observer | None) -> None:
+        """Act for ``state``; the waiters of its turns must be futures."""
+        self.is_open = False
+        self._state = state
+        self._config = config
+        self._clock = clock
+        self._on_event = on_event
+        self._tasks = asyncio.TaskGroup()
+        self._pumps: dict[int, asyncio.Task[None]] = {}
+        self._stops: set[asyncio.Task[None]] = set()
+        self._background: set[asyncio.Task[None]] = set()
+        self._alarm: asyncio.Task[None] | None = None
+        self._alarm_s = 0.0
+        self._free_waiters: dict[asyncio.Future[None], Member] = {}
+
+    async def start(self) -> None:
+        """Begin; in the task that will call ``stop``."""
+        await self._tasks.__aenter__()
+        self.is_open = True
+
+    async def stop(self) -> None:
+        """End every turn, tell the engines, end all tasks."""
+        self.is_open = False
+        self._state.close(self._clock.now())
+        self.apply()
+        try:
+            if self._stops:
+                # On the loop's time: the pool's clock may stand still while it is closed.
+                await asyncio.wait(self._stops, timeout=self._config.close_timeout_s)
+        finally:
+            for task in [*self._pumps.values(), *self._stops, *self._background]:
+                task.cancel()
+            await self._tasks.__aexit__(None, None, None)
+
+    def apply(self) -> None:
+        """Do what the state asks for."""
+        actions, events = self._state.plan(self._clock.now())
+        for action in actions:
+            match action:
+                case StartAttempt(attempt):
+                    self._pumps[attempt.number] = self._tasks.create_task(self._pump(attempt))
+                case StopAttempt(attempt):
+                    self._give_up(attempt)
+                case SettleTurn(record, outcome):
+                    _settle(record.waiter, outcome)
+        if self._on_event is not None:
+            loop = asyncio.get_running_loop()
+            for event in events:
+                loop.call_soon(self._on_event, event)
+        if self._free_waiters:
+            self._wake_free_waiters()
+        self._set_alarm()
+
+    async def _pump(self, attempt: Attempt) -> None:
+        """Feed one attempt's stream to the state."""
+        self._state.started(attempt)
+        try:
+            error = await self._feed(attempt)
+        finally:
+            del self._pumps[attempt.number]
+        if attempt.is_open:
+            self._state.fail(attempt, error, self._clock.now())
+            self.apply()
+
+    async def _feed(self, attempt: Attempt) -> Exception:
+        """Report every chunk; returns what the stream's end means for an attempt that is still open then."""
+        stream: AsyncIterator[TokenChunk] | None = None
+        while True:
+            try:
+                if stream is None:
+                    stream = aiter(attempt.member.engine.generate(attempt.request))
+                chunk = await anext(stream)
+            except StopAsyncIteration:
+                return EngineError(f"engine {attempt.engine_id!r} ended a stream without a finish reason")
+            except EngineError as error:
+                return error
+            except Exception as error:  # noqa: BLE001 - the root of a task: whatever an engine raises ends this attempt only
+                _logger.warning("engine %s failed a request", attempt.engine_id, exc_info=error)
+                return error
+            if self._state.take(attempt, chunk, self._clock.now()):
+                self.apply()
+
+    def _give_up(self, attempt: Attempt) -> None:
+        if attempt.is_started:
+            task = self._tasks.create_task(self._stop(attempt))
+            self._stops.add(task)
+            task.add_done_callback(self._stops.discard)
+        else:
+            self._pumps.pop(attempt.number).cancel()
+
+    async def _stop(self, attempt: Attempt) -> None:
+        """Abort a request, then close its stream; what it still says on the way is discarded by the state."""
+        member = attempt.member
+        try:
+            await member.engine.abort(attempt.request.request_id)
+        except EngineLostError as error:
+            self._state.lifecycle.fall_out(member, EngineState.LOST, str(error), self._clock.now())
+        except Exception:  # noqa: BLE001 - the root of a task: an abort that fails leaves the closing of the stream
+            _logger.warning(
+                "engine %s: abort of %s failed", member.engine_id, attempt.request.request_id, exc_info=True
+            )
+        finally:
+            pump = self._pumps.get(attempt.number)
+            if pump is not None:
+                pump.cancel()
+            self._state.released(attempt, self._clock.now())
+            self.apply()
+
+    async def watch(self, member: Member) -> None:
+        """Read an engine's load and health until it leaves or is lost."""
+        try:
+            while True:
+                await self._clock.sleep(self._config.reading_interval_s)
+                if not self._state.engines.is_present(member):
+                    return
+                self._state.lifecycle.note_reading(member, await member.engine.snapshot())
+                self.apply()
+        except Exception as error:  # noqa: BLE001 - the root of a task: an engine that cannot be read cannot be trusted
+            self._state.lifecycle.fall_out(
+                member, EngineState.LOST, f"it could not be read: {error}", self._clock.now()
+            )
+            self.apply()
+
+    def _set_alarm(self) -> None:
+        """See to it that ``tick`` is called when time alone changes something."""
+        due_s = self._state.next_due_s()
+        if due_s is None or not self.is_open:
+            return
+        if self._alarm is not None:
+            if self._alarm_s <= due_s:
+                return
+            self._alarm.cancel()
+        self._alarm_s = due_s
+        self._alarm = self.spawn(self._ring(due_s))
+
+    async def _ring(self, due_s: float) -> None:
+        await self._clock.sleep(due_s - self._clock.now())
+        self._alarm = None
+        self._state.tick(self._clock.now())
+        self.apply()
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Run ``work`` in the background until it ends or ``stop``; it must not raise."""
+        task = self._tasks.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+        return task
+
+    async def wait_until_free(self, member: Member, timeout_s: float | None) -> bool:
+        """Return true once the engine works on nothing of the pool's, false after ``timeout_s``."""
+        if not member.held:
+            return True
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._free_waiters[waiter] = member
+        try:
+            if timeout_s is None:
+                await waiter
+            else:
+                await within(self._clock, waiter, timeout_s, what=f"freeing engine {member.engine_id!r}")
+        except DeadlineExceededError:
+            return False
+        finally:
+            self._free_waiters.pop(waiter, None)
+        return True
+
+    def _wake_free_waiters(self) -> None:
+        for waiter, member in self._free_waiters.items():
+            if not member.held and not waiter.done():
+                waiter.set_result(None)
+
+
+def _settle(waiter: asyncio.Future[TurnResult], outcome: TurnResult | RoseError) -> None:
+    if waiter.done():
+        return
+    if isinstance(outcome, RoseError):
+        waiter.set_exception(outcome)
+    else:
+        waiter.set_result(outcome)

@@ -1,0 +1,207 @@
+"""The engines of a pool: their states, what is reserved on them, their accounts.
+
+Invariants:
+
+* An engine's state changes along ``_ALLOWED`` only.
+* ``held`` has every request that the engine may still be working on, those being aborted included; slots and KV
+  reservations are computed from it, so that neither can leak.
+* The routing index holds exactly one view of each member, never older than the last change of it.
+* Accounts outlive the membership and add up over rejoins of one id.
+"""
+
+from __future__ import annotations
+
+import math
+from random import Random
+
+import attrs
+
+from rose.errors import EngineLostError
+from rose.interfaces import ServingEngine
+from rose.policies.routing import Circuit, EngineState, EngineView, RoutingIndex
+from rose.pool.circuit import CircuitBreaker
+from rose.pool.config import PoolConfig
+from rose.pool.turns import Attempt
+from rose.types import EngineId, EngineKind, EngineSnapshot, HopEnd, LeaseId, WeightVersion
+
+_S = EngineState
+_ALLOWED: dict[EngineState, frozenset[EngineState]] = {
+    _S.JOINING: frozenset({_S.STALE, _S.READY, _S.DRAINING, _S.LOST}),
+    _S.STALE: frozenset({_S.READY, _S.UPDATING, _S.DRAINING, _S.FENCED, _S.LOST}),
+    _S.READY: frozenset({_S.STALE, _S.UPDATING, _S.DRAINING, _S.FENCED, _S.LOST}),
+    _S.UPDATING: frozenset({_S.READY, _S.DRAINING, _S.FENCED, _S.LOST}),
+    _S.DRAINING: frozenset({_S.LOST}),
+    _S.FENCED: frozenset({_S.UPDATING, _S.DRAINING, _S.LOST}),
+    _S.LOST: frozenset(),
+}
+
+
+@attrs.define(kw_only=True)
+class EngineAccount:
+    """What one engine did for the pool. ``busy_s`` is the time in which it had at least one request of the pool.
+
+    Attempts that ended are counted by how; ``num_attempts`` counts those that were begun. Tokens are those kept.
+    """
+
+    kind: EngineKind
+    num_attempts: int = 0
+    num_tokens: int = 0
+    num_ended: dict[HopEnd, int] = attrs.field(factory=lambda: dict.fromkeys(HopEnd, 0))
+    num_rerouted: int = 0
+    busy_s: float = 0.0
+
+    def copy(self) -> EngineAccount:
+        """Return a copy that does not change any more."""
+        return attrs.evolve(self, num_ended=dict(self.num_ended))
+
+
+@attrs.define(kw_only=True, eq=False)
+class Member:
+    """One engine and what the pool knows of it."""
+
+    engine: ServingEngine
+    kind: EngineKind
+    lease_id: LeaseId | None
+    circuit: CircuitBreaker
+    account: EngineAccount
+    state: EngineState = EngineState.JOINING
+    version: WeightVersion | None = None
+    reading: EngineSnapshot | None = None
+    held: dict[int, Attempt] = attrs.field(factory=dict)
+    kv_reserved_tokens: int = 0
+    last_token_s: float = -math.inf
+    busy_since_s: float = 0.0
+
+    @property
+    def engine_id(self) -> EngineId:
+        """Return the engine's id."""
+        return self.engine.engine_id
+
+    def view(self) -> EngineView:
+        """Return what the routing policy sees of this engine."""
+        reading = self.reading
+        probing = 0
+        if self.circuit.state is Circuit.HALF_OPEN:
+            probing = sum(attempt.is_open and attempt.num_tokens == 0 for attempt in self.held.values())
+        return EngineView(
+            engine_id=self.engine.engine_id,
+            kind=self.kind,
+            state=self.state,
+            version=self.version,
+            circuit=self.circuit.state,
+            num_in_flight=len(self.held),
+            num_probing=probing,
+            kv_total_tokens=None if reading is None else reading.kv_total_tokens,
+            kv_reserved_tokens=self.kv_reserved_tokens,
+            kv_used_fraction=0.0 if reading is None else reading.kv_used_tokens / max(1, reading.kv_total_tokens),
+        )
+
+
+class Membership:
+    """All members, the routing index that mirrors them, and the accounts.
+
+    Attributes:
+        members: The engines now in the pool, the lost ones that nobody removed included.
+        index: What the routing policy decides on.
+        version: The latest version that an engine acknowledged to this pool (or brought along as the first), or ``None``.
+        has_synced: An engine acknowledged an activation to this pool.
+    """
+
+    def __init__(self, config: PoolConfig, rng: Random) -> None:
+        self.members: dict[EngineId, Member] = {}
+        self.index = RoutingIndex(config.routing)
+        self.version: WeightVersion | None = None
+        self.has_synced = False
+        self._config = config
+        self._rng = rng
+        self._accounts: dict[EngineId, EngineAccount] = {}
+
+    def get(self, engine_id: EngineId) -> Member:
+        """Return a member.
+
+        Raises:
+            EngineLostError: No engine of that id is in the pool.
+        """
+        member = self.members.get(engine_id)
+        if member is None:
+            message = f"engine {engine_id!r} is not in the pool; its engines are {sorted(self.members)}"
+            raise EngineLostError(message)
+        return member
+
+    def is_present(self, member: Member) -> bool:
+        """Tell whether this very member is in the pool and not lost."""
+        return self.members.get(member.engine_id) is member and member.state is not EngineState.LOST
+
+    def add(self, engine: ServingEngine, kind: EngineKind, lease_id: LeaseId | None) -> Member:
+        """Take an engine in, in state joining. The id of a lost engine may be used again.
+
+        Raises:
+            ValueError: An engine of that id is in the pool and not lost.
+        """
+        engine_id = engine.engine_id
+        old = self.members.get(engine_id)
+        if old is not None and old.state is not EngineState.LOST:
+            message = f"engine {engine_id!r} is in the pool already, {old.state.value}; remove it first"
+            raise ValueError(message)
+        account = self._accounts.setdefault(engine_id, EngineAccount(kind=kind))
+        circuit = CircuitBreaker(self._config, self._rng)
+        member = Member(engine=engine, kind=kind, lease_id=lease_id, circuit=circuit, account=account)
+        self.members[engine_id] = member
+        self.refresh(member)
+        return member
+
+    def remove(self, member: Member) -> None:
+        """Let a member go; nothing happens when another one has taken its id."""
+        if self.members.get(member.engine_id) is member:
+            del self.members[member.engine_id]
+            self.index.drop(member.engine_id)
+
+    def move(self, member: Member, state: EngineState) -> bool:
+        """Change a member's state if its life cycle allows it; returns whether it changed."""
+        if state not in _ALLOWED[member.state]:
+            return False
+        member.state = state
+        self.refresh(member)
+        return True
+
+    def acknowledge(self, member: Member, version: WeightVersion) -> None:
+        """Note that the engine holds ``version``; the pool's own version and run follow and never go back within a run."""
+        member.version = version
+        if self.version is None or self.version.run != version.run or self.version.n < version.n:
+            self.version = version
+            self.index.run = version.run
+        self.refresh(member)
+
+    def refresh(self, member: Member) -> None:
+        """Bring the routing index up to date with a member that changed."""
+        if self.members.get(member.engine_id) is member:
+            self.index.put(member.view())
+
+    def hold(self, member: Member, attempt: Attempt, now_s: float) -> None:
+        """Reserve a slot and KV room for an attempt."""
+        if not member.held:
+            member.busy_since_s = now_s
+        member.held[attempt.number] = attempt
+        member.kv_reserved_tokens += attempt.max_kv_tokens
+        member.account.num_attempts += 1
+        self.refresh(member)
+
+    def let_go(self, member: Member, attempt: Attempt, now_s: float) -> None:
+        """Free what an attempt had reserved."""
+        del member.held[attempt.number]
+        member.kv_reserved_tokens -= attempt.max_kv_tokens
+        if not member.held:
+            member.account.busy_s += now_s - member.busy_since_s
+        self.refresh(member)
+
+    def open_attempts(self, member: Member) -> list[Attempt]:
+        """Return the member's attempts that have not ended, oldest first."""
+        return [attempt for attempt in member.held.values() if attempt.is_open]
+
+    def accounts(self, now_s: float) -> dict[EngineId, EngineAccount]:
+        """Return copies of all accounts, the running busy time included."""
+        copies = {engine_id: account.copy() for engine_id, account in self._accounts.items()}
+        for engine_id, member in self.members.items():
+            if member.held:
+                copies[engine_id].busy_s += now_s - member.busy_since_s
+        return copies

@@ -1,0 +1,233 @@
+"""RolloutPool: what a trainer calls in place of its own rollout generator.
+
+Invariants:
+
+* ``generate`` gives exactly one result or one error for each call, or passes on its caller's cancellation.
+* A caller's cancellation never waits for an engine: the request is aborted by a task of the pool.
+* Leaving the pool ends every turn and every task of it. The engines are the caller's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections.abc import Iterable
+from types import TracebackType
+from typing import Self
+
+import attrs
+
+from rose.clocks import MonotonicClock
+from rose.errors import EngineError, TurnFailedError
+from rose.interfaces import Clock, ServingEngine, Transport
+from rose.policies.routing import EngineState, EngineView, WaitReason
+from rose.pool.config import PoolConfig
+from rose.pool.driver import Driver
+from rose.pool.events import Observer
+from rose.pool.membership import EngineAccount, Member
+from rose.pool.state import PoolState
+from rose.pool.weights import SyncReport, TransportSource, UpdateSource, WeightSync
+from rose.types import EngineId, EngineKind, LeaseId, Turn, TurnResult, WeightVersion
+
+_logger = logging.getLogger(__name__)
+
+
+@attrs.frozen(kw_only=True)
+class PoolSnapshot:
+    """A reading of the whole pool: its turns, what the waiting ones wait for, its engines and its weight version."""
+
+    num_live_turns: int
+    num_waiting: int
+    waiting: dict[WaitReason, int]
+    engines: tuple[EngineView, ...]
+    version: WeightVersion | None
+
+
+class RolloutPool:
+    """Runs turns of trajectories on dedicated and borrowed engines.
+
+    Use it as an async context manager. The pool does not own its engines: it never closes them.
+
+    Example:
+        >>> async with RolloutPool([engine]) as pool:
+        ...     result = await pool.generate(turn)
+    """
+
+    def __init__(
+        self,
+        engines: Iterable[ServingEngine] = (),
+        *,
+        borrowed: Iterable[ServingEngine] = (),
+        config: PoolConfig | None = None,
+        clock: Clock | None = None,
+        on_event: Observer | None = None,
+        seed: int = 0,
+    ) -> None:
+        """Describe a pool; it starts to work in ``async with``.
+
+        Args:
+            engines: The job's own engines.
+            borrowed: Engines on devices that are lent.
+            config: Settings; the defaults are safe.
+            clock: Time of every wait but the last one in closing; the machine's monotonic clock by default.
+            on_event: Called with every event, in order. Must not block.
+            seed: Of the jitter.
+        """
+        self.config = config if config is not None else PoolConfig()
+        self._clock = clock if clock is not None else MonotonicClock()
+        self._initial = [(engine, EngineKind.DEDICATED) for engine in engines]
+        self._initial += [(engine, EngineKind.BORROWED) for engine in borrowed]
+        self._state = PoolState(self.config, name=uuid.uuid4().hex[:8], seed=seed)
+        self._driver = Driver(self._state, config=self.config, clock=self._clock, on_event=on_event)
+        self._sync = WeightSync(self._state, config=self.config, clock=self._clock, apply=self._driver.apply)
+
+    # The trainer's face.
+
+    async def generate(self, turn: Turn) -> TurnResult:
+        """Run one turn to its end, wherever that takes it.
+
+        Raises:
+            RequestRefusedError: No engine can ever serve it.
+            DeadlineExceededError: ``turn.deadline_s`` passed.
+            TurnFailedError: It was given up: too many attempts, a version that is gone, or the pool was closed.
+        """
+        self._check_open()
+        waiter: asyncio.Future[TurnResult] = asyncio.get_running_loop().create_future()
+        record = self._state.submit(turn, waiter, self._clock.now())
+        self._driver.apply()
+        try:
+            return await waiter
+        except asyncio.CancelledError:
+            if waiter.done() and not waiter.cancelled():
+                waiter.exception()
+            self._state.cancel(record, self._clock.now())
+            self._driver.apply()
+            raise
+
+    async def sync_weights(self, source: UpdateSource | Transport) -> SyncReport:
+        """Bring every engine that can be reached to the newest weights of ``source``.
+
+        Engines stage while they serve, then activate; turns in flight go on across the activation. An engine that
+        fails is fenced until a later sync succeeds. Engines that join afterwards catch up from the same source.
+
+        Args:
+            source: Where updates are planned, or the transport that a publisher writes to.
+
+        Returns:
+            What each engine acknowledged, and the error of each that did not.
+        """
+        self._check_open()
+        return await self._sync.run(TransportSource(source) if isinstance(source, Transport) else source)
+
+    def snapshot(self) -> PoolSnapshot:
+        """Read the pool's state now."""
+        waiting = self._state.waiting_reasons()
+        return PoolSnapshot(
+            num_live_turns=len(self._state.live),
+            num_waiting=waiting.total(),
+            waiting=dict(waiting),
+            engines=tuple(self._state.engines.index),
+            version=self._state.engines.version,
+        )
+
+    def accounts(self) -> dict[EngineId, EngineAccount]:
+        """Return what each engine did for this pool, those that left included."""
+        return self._state.engines.accounts(self._clock.now())
+
+    # Engines come and go.
+
+    async def add_engine(
+        self, engine: ServingEngine, kind: EngineKind = EngineKind.DEDICATED, *, lease_id: LeaseId | None = None
+    ) -> EngineState:
+        """Take an engine in and return its state: ready, or stale until its weights were brought up to date.
+
+        A stale engine catches up in the background once the pool has synced weights before.
+
+        Raises:
+            ValueError: Its id is taken by an engine that is not lost.
+            EngineLostError: It does not answer.
+        """
+        self._check_open()
+        member = self._state.lifecycle.join(engine, kind, lease_id, self._clock.now())
+        try:
+            reading = await engine.snapshot()
+        except BaseException as error:
+            self._state.lifecycle.fall_out(
+                member, EngineState.LOST, f"it did not answer when it joined: {error}", self._clock.now()
+            )
+            self._driver.apply()
+            raise
+        self._check_open()
+        self._state.lifecycle.joined(member, reading, self._clock.now())
+        self._driver.apply()
+        self._driver.spawn(self._driver.watch(member))
+        if member.state is EngineState.STALE:
+            self._driver.spawn(self._catch_up(member))
+        return member.state
+
+    async def remove_engine(self, engine_id: EngineId, reason: str, *, timeout_s: float | None = None) -> bool:
+        """Take an engine out at once: its turns go on elsewhere, it is told to stop working on them.
+
+        Returns:
+            Whether the engine acknowledged that within ``timeout_s`` (``None``: however long it takes).
+
+        Raises:
+            EngineLostError: It is not in the pool.
+        """
+        member = self._state.engines.get(engine_id)
+        self._state.lifecycle.remove(member, reason, self._clock.now())
+        self._driver.apply()
+        return await self._driver.wait_until_free(member, timeout_s)
+
+    async def drain_engine(self, engine_id: EngineId, reason: str, *, timeout_s: float | None = None) -> bool:
+        """Send an engine no more turns and wait for those in flight; ``remove_engine`` would cut them short.
+
+        Returns:
+            Whether it is free of turns; false after ``timeout_s``.
+
+        Raises:
+            EngineLostError: It is not in the pool.
+        """
+        member = self._state.engines.get(engine_id)
+        self._state.lifecycle.drain(member, reason, self._clock.now())
+        self._driver.apply()
+        return await self._driver.wait_until_free(member, timeout_s)
+
+    # Beginning and end.
+
+    async def __aenter__(self) -> Self:
+        """Take the first engines in. One that does not answer is left out, unless none answers."""
+        await self._driver.start()
+        try:
+            await self._add_first_engines()
+        except BaseException:
+            await self._driver.stop()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """End every turn with ``TurnFailedError``, tell the engines, stop all tasks."""
+        await self._driver.stop()
+
+    async def _add_first_engines(self) -> None:
+        joins = (self.add_engine(engine, kind) for engine, kind in self._initial)
+        outcomes = await asyncio.gather(*joins, return_exceptions=True)
+        errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
+        for error in errors:
+            if len(errors) == len(outcomes) or not isinstance(error, EngineError):
+                raise error
+
+    def _check_open(self) -> None:
+        if not self._driver.is_open:
+            message = "the pool is not open; use it inside 'async with RolloutPool(...) as pool:'"
+            raise TurnFailedError(message)
+
+    async def _catch_up(self, member: Member) -> None:
+        """Bring an engine that joined late to the weights of the last sync."""
+        try:
+            await self._sync.catch_up(member)
+        except Exception:  # noqa: BLE001 - the root of a task: the engine stays stale, the next sync tries again
+            _logger.warning("engine %s could not catch up", member.engine_id, exc_info=True)

@@ -1,0 +1,1 @@
+"""The reference RL job: environment, learner, serving replay and the demo."""

@@ -1,0 +1,215 @@
+"""The demo's cluster on one machine: paced devices, ledgers, relay, and the engines on them.
+
+Devices 0 to ``num_dedicated - 1`` belong to the job; the following ``num_borrowed`` are serving's, each with a serving engine
+(in the serving host's process tree) and a rollout engine of another model beside it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import attrs
+
+from rose.backends.memory import MemoryTransport
+from rose.backends.paced import PROFILES, PacedClock
+from rose.backends.vllm import VllmEngine, VllmOptions
+from rose.coserving.ledger import Ledger
+from rose.coserving.lender import Lender
+from rose.errors import ConfigError
+from rose.policies.admission import Mode
+from rose.pool import Borrower, RolloutPool
+from rose.reference.demo_config import DemoConfig
+from rose.types import DeviceId, EngineId, JobId
+
+BLOCK_TOKENS = 32
+_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - mkdtemp makes a private folder in it
+SERVING_MAX_MODEL_LEN = 32_768
+SERVING_VOCAB = 512
+SERVING_CHUNK_TOKENS = 2048
+_DEVICE_BYTES = 80e9
+_USABLE_FRACTION = 0.9
+_JOB = JobId("demo")
+_HEADROOM_BYTES = 2 << 30
+_ROLLOUT_SEQS = 64
+_SERVING_SEQS = 256
+
+
+@attrs.frozen(kw_only=True)
+class Models:
+    """Checkpoints on disk and what an engine must know of them. KV bytes are those of the real tiny models."""
+
+    policy: Path
+    serving: Path
+    policy_max_len: int
+    policy_kv_bytes: int
+    serving_kv_bytes: int
+
+
+def check_profiles(config: DemoConfig) -> None:
+    """Refuse profiles that are not known.
+
+    Raises:
+        ConfigError: Names the field and the known profiles.
+    """
+    for field in ("serving_profile", "rollout_profile"):
+        if (name := getattr(config, field)) not in PROFILES:
+            message = f"{field} = {name!r} is no known profile; choose one of {', '.join(sorted(PROFILES))}"
+            raise ConfigError(message)
+
+
+@attrs.define
+class Fleet:
+    """Everything that runs engines; ``close`` ends it all and removes its shared-memory files."""
+
+    root: Path
+    clock: PacedClock
+    relay: MemoryTransport
+    ledgers: dict[DeviceId, Ledger]
+    lender: Lender
+    dedicated: list[VllmEngine] = attrs.field(factory=list)
+    borrowed: list[VllmEngine] = attrs.field(factory=list)
+
+    @classmethod
+    def prepare(cls, config: DemoConfig) -> Self:
+        """Make the clock (frozen), the ledgers and the relay; no engine yet.
+
+        Raises:
+            TransportError: The relay's port is taken.
+        """
+        root = Path(tempfile.mkdtemp(prefix="rose-", dir=_SHARED_MEMORY if _SHARED_MEMORY.is_dir() else None))
+        try:
+            clock = PacedClock.create(root / "clock", k=config.k)
+            clock.freeze()
+            relay = MemoryTransport()
+            relay.serve(port=config.port)
+        except BaseException:
+            shutil.rmtree(root)
+            raise
+        names = [DeviceId(f"shared{i}") for i in range(config.num_borrowed)]
+        ledgers = {name: Ledger.create(root / f"{name}.ledger") for name in names}
+        return cls(root, clock, relay, ledgers, Lender(ledgers, clock, mode=Mode(config.admission)))
+
+    async def start(self, config: DemoConfig, models: Models) -> None:
+        """Start the rollout engines, two at a time."""
+        dedicated = [
+            self._rollout_options(config, models, f"dedicated{i}", _own_device(i), "alone")
+            for i in range(config.num_dedicated)
+        ]
+        borrowed = [
+            self._rollout_options(config, models, f"borrowed{i}", device, "rollout")
+            for i, device in enumerate(self.ledgers)
+        ]
+        gate = asyncio.Semaphore(2)
+
+        async def start_one(options: VllmOptions) -> VllmEngine:
+            async with gate:
+                return await VllmEngine.create(options, clock=self.clock)
+
+        async with asyncio.TaskGroup() as group:
+            own = [group.create_task(start_one(options)) for options in dedicated]
+            lent = [group.create_task(start_one(options)) for options in borrowed]
+        self.dedicated = [task.result() for task in own]
+        self.borrowed = [task.result() for task in lent]
+
+    def serving_options(self, config: DemoConfig, models: Models) -> list[VllmOptions]:
+        """Return the options of the serving engines, one a shared device."""
+        profile = PROFILES[config.serving_profile]
+        pool_bytes = pool_bytes_of(config)
+        num_blocks = int(pool_bytes / (profile.kv_bytes_per_token * BLOCK_TOKENS))
+        return [
+            VllmOptions(
+                engine_id=_serving_engine(i),
+                model=str(models.serving),
+                max_model_len=SERVING_MAX_MODEL_LEN,
+                max_num_seqs=_SERVING_SEQS,
+                max_num_batched_tokens=SERVING_CHUNK_TOKENS,
+                kv_cache_bytes=num_blocks * BLOCK_TOKENS * models.serving_kv_bytes,
+                block_size=BLOCK_TOKENS,
+                seed=config.seed,
+                rose=self._settings(config, _serving_engine(i), device, "serving", config.serving_profile, 1),
+            )
+            for i, device in enumerate(self.ledgers)
+        ]
+
+    def _rollout_options(
+        self, config: DemoConfig, models: Models, name: str, device: DeviceId, role: str
+    ) -> VllmOptions:
+        profile = PROFILES[config.rollout_profile]
+        modelled_bytes = profile.kv_bytes_per_token * config.tokens_per_token * BLOCK_TOKENS
+        num_blocks = int(pool_bytes_of(config) / modelled_bytes)
+        return VllmOptions(
+            engine_id=EngineId(name),
+            model=str(models.policy),
+            max_model_len=models.policy_max_len,
+            max_num_seqs=_ROLLOUT_SEQS,
+            kv_cache_bytes=num_blocks * BLOCK_TOKENS * models.policy_kv_bytes,
+            block_size=BLOCK_TOKENS,
+            seed=config.seed,
+            rose=self._settings(config, name, device, role, config.rollout_profile, config.tokens_per_token),
+        )
+
+    def _settings(
+        self, config: DemoConfig, name: str, device: DeviceId, role: str, profile: str, tokens_per_token: int
+    ) -> Mapping[str, Any]:
+        settings: dict[str, Any] = {
+            "role": role,
+            "name": name,
+            "log_steps": True,
+            "device": {
+                "kind": "paced",
+                "path": str(self.root / f"{device}.device"),
+                "clock": self.clock.path,
+                "profile": profile,
+                "tokens_per_token": tokens_per_token,
+            },
+        }
+        if role != "alone":
+            settings["ledger"] = str(self.root / f"{device}.ledger")
+            settings["admission"] = {"slo": {"ttft_s": config.slo_ttft_ms / 1e3, "tpot_s": config.slo_tpot_ms / 1e3}}
+            settings["memory"] = {"pool_bytes": pool_bytes_of(config), "headroom_bytes": _HEADROOM_BYTES}
+        return settings
+
+    def lend_to(self, pool: RolloutPool) -> Borrower:
+        """Return a context in which the pool borrows serving's devices."""
+        engines = dict(zip(self.ledgers, self.borrowed, strict=True))
+        return Borrower(self.lender, pool, engines, job=_JOB, clock=self.clock)
+
+    @property
+    def devices(self) -> dict[EngineId, DeviceId]:
+        """Return on which device each engine runs."""
+        own = {engine.engine_id: _own_device(i) for i, engine in enumerate(self.dedicated)}
+        lent = dict(zip((engine.engine_id for engine in self.borrowed), self.ledgers, strict=True))
+        serving = {_serving_engine(i): device for i, device in enumerate(self.ledgers)}
+        return {**own, **lent, **serving}
+
+    @property
+    def engines(self) -> Sequence[VllmEngine]:
+        """Return all rollout engines."""
+        return [*self.dedicated, *self.borrowed]
+
+    async def close(self) -> None:
+        """End the engines and the relay, and remove the shared files."""
+        try:
+            await asyncio.gather(*(engine.close() for engine in self.engines))
+        finally:
+            self.relay.close()
+            shutil.rmtree(self.root, ignore_errors=True)
+
+
+def _own_device(number: int) -> DeviceId:
+    return DeviceId(f"own{number}")
+
+
+def _serving_engine(number: int) -> EngineId:
+    return EngineId(f"serving{number}")
+
+
+def pool_bytes_of(config: DemoConfig) -> int:
+    """Return the KV pool of one modelled device that holds both models' weights, in bytes."""
+    weights = PROFILES[config.serving_profile].weight_bytes + PROFILES[config.rollout_profile].weight_bytes
+    return int(_DEVICE_BYTES * _USABLE_FRACTION - weights)

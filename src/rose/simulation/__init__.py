@@ -1,0 +1,1 @@
+"""Workloads and trace readers shared by live replays and the simulator."""

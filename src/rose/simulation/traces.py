@@ -1,0 +1,216 @@
+"""Readers of public request traces; the format is found from the content, never from the name.
+
+==========  =======================================================================================================
+azure       CSV ``TIMESTAMP,ContextTokens,GeneratedTokens`` (LLM inference traces 2023 and 2024, conversation and code)
+burstgpt    CSV ``Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type``, seconds from the start
+servegen    CSV ``timestamp_s,input_tokens,output_tokens``, seconds from the start
+mooncake    JSON lines ``timestamp`` (ms), ``input_length``, ``output_length``, ``hash_ids``
+==========  =======================================================================================================
+
+Any of them may be compressed with gzip. Requests without a prompt or without an answer (BurstGPT marks failures so) are left
+out and counted; rows out of order are sorted and counted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import gzip
+import io
+import itertools
+import json
+import math
+import zlib
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+
+import attrs
+from attrs import validators as v
+
+from rose.errors import ConfigError
+
+_GZIP_MAGIC = b"\x1f\x8b"
+_KNOWN = "Azure, BurstGPT or ServeGen CSV with its header line, or Mooncake JSON lines"
+
+Row = tuple[float, int, int]
+
+
+@attrs.frozen
+class Arrival:
+    """One request: when it arrives (seconds from the trace's first request) and how long it is."""
+
+    at_s: float = attrs.field(validator=v.ge(0))
+    prompt_tokens: int = attrs.field(validator=v.ge(1))
+    output_tokens: int = attrs.field(validator=v.ge(1))
+
+
+@attrs.frozen(kw_only=True)
+class Trace:
+    """A trace file in order of arrival.
+
+    Attributes:
+        arrivals: Sorted; the first is at 0.
+        source_format: ``azure``, ``burstgpt``, ``servegen`` or ``mooncake``.
+        num_skipped: Rows without a prompt or an answer.
+        num_reordered: Rows that came earlier than the row before them.
+    """
+
+    arrivals: tuple[Arrival, ...]
+    source_format: str
+    num_skipped: int
+    num_reordered: int
+
+
+@attrs.frozen(kw_only=True)
+class _CsvFormat:
+    name: str
+    time: str
+    prompt: str
+    output: str
+    parse_time: Callable[[str], float]
+
+    def rows(self, lines: Iterable[str], where: _Where) -> Iterator[Row]:
+        reader = csv.reader(lines)
+        header = [field.strip() for field in next(reader)]
+        columns = [header.index(name) for name in (self.time, self.prompt, self.output)]
+        for row in reader:
+            if not row:
+                continue
+            where.line = reader.line_num
+            if len(row) != len(header):
+                message = f"{len(row)} fields where the header has {len(header)}"
+                raise ValueError(message)
+            at, prompt, output = (row[column] for column in columns)
+            yield self.parse_time(at), _count(self.prompt, prompt), _count(self.output, output)
+
+
+@attrs.define
+class _Where:
+    line: int = 1
+
+
+def _wall_seconds(text: str) -> float:
+    """Read ``2023-11-16 18:15:46.6805900``, with or without a zone; without one it is taken as UTC."""
+    moment = datetime.fromisoformat(text.strip())
+    return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
+
+
+def _seconds(text: str | float) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        message = f"{text!r} is no time"
+        raise ValueError(message)
+    return value
+
+
+def _count(name: str, value: object) -> int:
+    """Read a whole number of tokens, also where a tool has written it as ``374.0``."""
+    number = float(value) if isinstance(value, (str, int, float)) and not isinstance(value, bool) else math.nan
+    if not math.isfinite(number) or number < 0 or number != int(number):
+        message = f"{name} is {value!r}, not a whole number of tokens"
+        raise ValueError(message)
+    return int(number)
+
+
+_CSV_FORMATS = (
+    _CsvFormat(
+        name="azure", time="TIMESTAMP", prompt="ContextTokens", output="GeneratedTokens", parse_time=_wall_seconds
+    ),
+    _CsvFormat(
+        name="burstgpt", time="Timestamp", prompt="Request tokens", output="Response tokens", parse_time=_seconds
+    ),
+    _CsvFormat(name="servegen", time="timestamp_s", prompt="input_tokens", output="output_tokens", parse_time=_seconds),
+)
+
+
+def _mooncake_rows(lines: Iterable[str], where: _Where) -> Iterator[Row]:
+    for number, line in enumerate(lines, start=1):
+        where.line = number
+        if not line.strip():
+            continue
+        row = json.loads(line)
+        if not isinstance(row, Mapping):
+            message = "not a JSON object"
+            raise ValueError(message)  # noqa: TRY004 - a malformed row is a value problem of the file
+        missing = [name for name in ("timestamp", "input_length", "output_length") if name not in row]
+        if missing:
+            message = f"no {', '.join(missing)}"
+            raise ValueError(message)
+        at_ms = _seconds(row["timestamp"] if isinstance(row["timestamp"], (int, float)) else math.nan)
+        counts = (_count(name, row[name]) for name in ("input_length", "output_length"))
+        yield (at_ms / 1000, *counts)  # type: ignore[misc]
+
+
+def read_trace(path: str | Path) -> Trace:
+    """Read a trace file of any of the known formats.
+
+    Raises:
+        ConfigError: The file cannot be read, is empty or damaged, is of no known format, or has a malformed row; one line
+            that names the file, the line and what to do.
+    """
+    path = Path(path)
+    with contextlib.closing(_lines(path)) as lines:
+        first = next(lines, "")
+        source_format, parse = _find_format(path, first)
+        where = _Where()
+        try:
+            rows = list(parse(itertools.chain([first], lines), where))
+        except ConfigError:
+            raise
+        except (ValueError, OverflowError, csv.Error) as error:
+            message = f"trace {path}, line {where.line}: {error}; correct or remove the row ({source_format} format)"
+            raise ConfigError(message) from error
+    return _to_trace(path, source_format, rows)
+
+
+def _lines(path: Path) -> Generator[str, None, None]:
+    """Yield the text lines of a plain or compressed file; trouble on the way becomes a ConfigError."""
+    try:
+        with path.open("rb") as file:
+            is_compressed = file.peek(2)[:2] == _GZIP_MAGIC
+            if path.suffix == ".gz" and not is_compressed and file.peek(1):
+                message = f"trace {path}: not gzip data despite its name; rename it or fetch it again"
+                raise ConfigError(message)
+            raw = gzip.GzipFile(fileobj=file) if is_compressed else file
+            with io.TextIOWrapper(raw, encoding="utf-8-sig", newline="") as text:
+                yield from text
+    except UnicodeDecodeError as error:
+        message = f"trace {path}: not a text file ({error.reason}); expected {_KNOWN}"
+        raise ConfigError(message) from error
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        message = f"trace {path}: the gzip data is damaged or cut short ({error}); fetch it again"
+        raise ConfigError(message) from error
+    except OSError as error:
+        message = f"trace {path}: cannot be read ({error.strerror or error}); check the path and its permissions"
+        raise ConfigError(message) from error
+
+
+def _find_format(path: Path, first: str) -> tuple[str, Callable[[Iterable[str], _Where], Iterator[Row]]]:
+    if first.lstrip().startswith("{"):
+        return "mooncake", _mooncake_rows
+    header = {field.strip() for field in first.split(",")}
+    for candidate in _CSV_FORMATS:
+        if {candidate.time, candidate.prompt, candidate.output} <= header:
+            return candidate.name, candidate.rows
+    what = f"unknown format, its first line is {first.strip()[:80]!r}" if first.strip() else "is empty"
+    message = f"trace {path}: {what}; expected {_KNOWN}"
+    raise ConfigError(message)
+
+
+def _to_trace(path: Path, source_format: str, rows: list[Row]) -> Trace:
+    used = [row for row in rows if row[1] > 0 and row[2] > 0]
+    if not used:
+        message = (
+            f"trace {path}: no request with a prompt and an answer among its {len(rows)} rows; choose another file"
+        )
+        raise ConfigError(message)
+    num_reordered = sum(after[0] < before[0] for before, after in itertools.pairwise(used))
+    used.sort(key=lambda row: row[0])
+    start_s = used[0][0]
+    return Trace(
+        arrivals=tuple(Arrival(at_s - start_s, prompt, output) for at_s, prompt, output in used),
+        source_format=source_format,
+        num_skipped=len(rows) - len(used),
+        num_reordered=num_reordered,
+    )

@@ -1,0 +1,290 @@
+"""Serving and rollout governors on one device, in one thread."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from typing import Any
+
+import pytest
+
+from rose.coserving.executor import GovernorConfig, RolloutGovernor, ServingGovernor, ServingLoad, StepGovernor
+from rose.coserving.step_log import StepLog
+from rose.errors import ConfigError
+from rose.interfaces.device import StepWork
+from rose.policies.admission import AdmissionConfig, Budget, HoldReason, Mode, Slo
+from rose.policies.memory import MemoryConfig
+
+WORK = StepWork(num_decodes=4)
+CONFIG = GovernorConfig()
+MEMORY = MemoryConfig(pool_bytes=1000, headroom_bytes=100, granule_bytes=10, growth_fraction=1.0, growth_interval_s=0.0)
+
+
+def nothing() -> None:
+    """Take nothing in."""
+
+
+def rollout_on(site: Any, **kwargs: Any) -> RolloutGovernor:
+    return RolloutGovernor(
+        site.device("rollout"), site.clock, CONFIG, StepLog(), ledger=site.ledger, admission=AdmissionConfig(), **kwargs
+    )
+
+
+@pytest.fixture
+def serving(site: Any) -> Any:
+    governor = ServingGovernor(
+        site.device("serving"),
+        site.clock,
+        CONFIG,
+        StepLog(),
+        ledger=site.ledger,
+        admission=AdmissionConfig(),
+        chunk_tokens=1024,
+        kv_pool_bytes=1000,
+    )
+    yield governor
+    governor.close()
+
+
+def serve_one(governor: ServingGovernor, site: Any, load: ServingLoad) -> float:
+    """One serving step; returns its end."""
+    assert governor.ask_serving(nothing)
+    governor.begin(StepWork(num_decodes=len(load.decoding)))
+    governor.finish(has_more=True)
+    governor.publish(load)
+    governor.release()
+    return float(site.turn.free_at_s)
+
+
+DECODING = ServingLoad(num_running=1, decoding=[("a", 50)], decode_context_tokens=100)
+
+
+def test_a_dedicated_engine_keeps_absolute_time(site: Any) -> None:
+    """Steps follow each other after the host gap, although the engine asks later than it was ready."""
+    governor = StepGovernor(site.device("own"), site.clock, CONFIG, StepLog())
+    ends = []
+    for _ in range(3):
+        assert governor.ask()
+        governor.begin(WORK)
+        governor.finish(has_more=True)
+        governor.release()
+        ends.append(site.turn.free_at_s)
+        site.clock.block(3e-3)  # host work of the machine, longer than the modelled gap
+    assert [round(b - a, 6) for a, b in itertools.pairwise(ends)] == [0.0115, 0.0115]
+    assert governor.log.report().rate_error == 0.0
+
+
+def test_host_work_far_too_slow_is_a_rate_error(site: Any) -> None:
+    governor = StepGovernor(site.device("own"), site.clock, CONFIG, StepLog())
+    for _ in range(2):
+        governor.ask()
+        governor.begin(WORK)
+        governor.finish(has_more=True)
+        site.clock.block(20e-3)
+    report = governor.log.report()
+    assert report.rate_error == pytest.approx((20e-3 - CONFIG.host_gap_s) / 20e-3)
+    assert not report.is_valid
+
+
+def test_a_word_stands_for_many_turns(site: Any) -> None:
+    governor = StepGovernor(site.device("own"), site.clock, CONFIG, StepLog())
+    governor.ask()
+    governor.begin(WORK, [WORK] * 7)
+    governor.finish(has_more=False)
+    assert len(site.turn.turns) == 8
+    assert site.clock.now() == pytest.approx(10.0 + 8 * 0.010 + 7 * CONFIG.host_gap_s)
+
+
+def test_without_a_lease_nothing_starts(site: Any) -> None:
+    governor = rollout_on(site)
+    assert not governor.ask_rollout(WORK, nothing)
+    assert governor.last_hold is HoldReason.LEASE_MISSING
+    site.grant(expires_s=10.0)
+    assert not governor.ask_rollout(WORK, nothing)
+    assert governor.last_hold is HoldReason.LEASE_EXPIRED
+
+
+def test_an_older_lender_is_fenced(site: Any, serving: ServingGovernor) -> None:
+    governor = rollout_on(site)
+    site.grant(token=5)
+    assert governor.ask_rollout(WORK, nothing)
+    governor.skip()
+    site.grant(token=4)
+    assert not governor.ask_rollout(WORK, nothing)
+    assert governor.last_hold is HoldReason.LEASE_FENCED
+    assert governor.is_lease_over()
+
+
+def test_a_silent_serving_engine_is_not_trusted(site: Any) -> None:
+    """No serving engine ever spoke: fail closed. In ungated mode the base line asks nobody."""
+    governor = rollout_on(site)
+    site.grant()
+    assert not governor.ask_rollout(WORK, nothing)
+    assert governor.last_hold is HoldReason.STALE
+    site.grant(Mode.UNGATED)
+    assert governor.ask_rollout(WORK, nothing)
+
+
+def test_a_prompt_on_its_way_holds_rollouts_before_the_step_loop_knows(site: Any, serving: ServingGovernor) -> None:
+    site.grant()
+    governor = rollout_on(site)
+    serving.note_arrival("a")
+    assert not governor.ask_rollout(WORK, nothing)
+    assert governor.last_hold is HoldReason.PROMPT_WAITS
+    serving.note_admitted("a")
+    assert site.ledger.serving().num_prompts_waiting == 1
+    assert not governor.ask_rollout(WORK, nothing)
+    serving.note_arrival("b")
+    serving.note_lost("b")
+    serving.publish(ServingLoad())
+    assert governor.ask_rollout(WORK, nothing), "a prompt that was lost holds rollouts for ever"
+
+
+def test_rollouts_fill_the_slack_and_stop_before_the_deadline(site: Any, serving: ServingGovernor) -> None:
+    site.grant()
+    governor = rollout_on(site)
+    end_s = serve_one(serving, site, DECODING)
+    num_turns = 0
+    while governor.ask_rollout(WORK, nothing):
+        governor.begin(WORK)
+        governor.finish(has_more=True)
+        num_turns += 1
+    assert governor.last_hold is HoldReason.NO_SLACK
+    deadline_s = site.ledger.serving().deadline_s
+    assert num_turns >= 3
+    assert site.turn.free_at_s + 0.010 <= deadline_s <= end_s + 0.6 * 0.150
+
+
+def test_serving_leaves_the_device_to_a_rollout_between_two_steps(site: Any, serving: ServingGovernor) -> None:
+    """Courtesy lasts while slack lasts and the rollout engine says it wants the device; a waiting prompt ends it."""
+    site.grant()
+    governor = rollout_on(site)
+    serve_one(serving, site, DECODING)
+    assert governor.ask_rollout(WORK, nothing)
+    governor.begin(WORK)
+    governor.finish(has_more=True)
+    before_s = site.clock.now()
+    serve_one(serving, site, DECODING)
+    assert site.turn.turns[-1][1] - before_s == pytest.approx(CONFIG.think_s, abs=2 * CONFIG.poll_s)
+    governor.publish(num_running=1, num_waiting=0, kv_used_bytes=0, num_evicted=0)
+    serving.note_arrival("b")
+    before_s = site.clock.now()
+    serve_one(serving, site, DECODING)
+    assert site.turn.turns[-1][1] - before_s <= CONFIG.host_gap_s + 1e-9
+
+
+def test_inputs_are_taken_in_after_the_wait(site: Any, serving: ServingGovernor) -> None:
+    taken: list[float] = []
+    serve_one(serving, site, DECODING)
+    asked_s = site.clock.now()
+    serving.ask_serving(lambda: taken.append(site.clock.now()))
+    assert taken == [pytest.approx(asked_s + CONFIG.host_gap_s)]
+    assert site.turn.holder is serving.device
+
+
+def test_frozen_time_stops_serving_and_frees_rollouts(site: Any, serving: ServingGovernor) -> None:
+    site.grant()
+    governor = rollout_on(site)
+    site.clock.is_frozen = True
+    assert not serving.ask_serving(nothing)
+    assert governor.ask_rollout(WORK, nothing)
+    governor.begin(WORK, [WORK] * 3)
+    governor.finish(has_more=True)
+    assert site.turn.turns == []
+    site.ledger.publish_budget(Budget())
+    assert not governor.ask_rollout(WORK, nothing), "a lease is needed also while frozen"
+
+
+def test_later_turns_go_through_the_gate_and_are_owed_when_it_stays_shut(site: Any, serving: ServingGovernor) -> None:
+    site.grant()
+    governor = rollout_on(site)
+    assert governor.ask_rollout(WORK, nothing)
+    governor.begin(WORK, [WORK] * 3)
+    site.clock.on_block = lambda: serving.note_arrival("p") if serving._num_arrived == 0 else None
+    start_s = site.clock.now()
+    governor.finish(has_more=True)
+    assert len(site.turn.turns) == 1
+    assert governor.owed_s == pytest.approx(0.030)
+    assert site.clock.now() - start_s <= 0.010 + CONFIG.max_hold_s + CONFIG.max_poll_s
+    site.clock.on_block = nothing
+    assert not governor.ask_rollout(WORK, nothing)
+    serving.note_lost("p")
+    assert governor.ask_rollout(WORK, nothing)
+    assert len(site.turn.turns) == 4, "owed turns are taken before the next step"
+    assert governor.owed_s == 0.0
+
+
+def test_a_revoked_lease_ends_the_later_turns_at_once(site: Any, serving: ServingGovernor) -> None:
+    site.grant()
+    governor = rollout_on(site)
+    assert governor.ask_rollout(WORK, nothing)
+    governor.begin(WORK, [WORK] * 3)
+    site.clock.on_block = lambda: site.ledger.publish_budget(Budget(fencing_token=2))
+    start_s = site.clock.now()
+    governor.finish(has_more=True)
+    assert site.clock.now() - start_s <= 0.010 + CONFIG.host_gap_s + 1e-9
+    assert site.turn.holder is None
+
+
+def test_what_serving_says_while_the_turn_is_taken_counts(site: Any, serving: ServingGovernor) -> None:
+    """A prompt that arrives between the look at the ledger and the grant gets the device."""
+    site.grant()
+    governor = rollout_on(site)
+    take = governor.device.acquire
+
+    def acquire(*, is_blocking: bool) -> bool:
+        if serving._num_arrived == 0:
+            serving.note_arrival("p")
+        return take(is_blocking=is_blocking)
+
+    governor.device.acquire = acquire  # type: ignore[method-assign]
+    assert not governor.ask_rollout(WORK, nothing)
+    assert governor.last_hold is HoldReason.PROMPT_WAITS
+    assert site.turn.holder is None
+
+
+def test_the_turn_is_never_kept_after_a_step(site: Any, serving: ServingGovernor) -> None:
+    site.grant()
+    governor = rollout_on(site)
+    assert governor.ask_rollout(WORK, nothing)
+    governor.skip()
+    assert site.turn.holder is None
+    serve_one(serving, site, DECODING)
+    assert site.turn.holder is None
+
+
+def test_the_budget_follows_serving_and_the_lease(site: Any, serving: ServingGovernor) -> None:
+    governor = rollout_on(site, memory=MEMORY)
+    assert governor.kv_budget_bytes() == 0
+    site.grant()
+    assert governor.kv_budget_bytes() == 900
+    serving.publish(ServingLoad(kv_used_bytes=455))
+    assert governor.kv_budget_bytes() == 440, "rounded down to granules"
+    assert governor.possible_kv_bytes() == 900
+    site.ledger.publish_budget(Budget(fencing_token=2))
+    assert governor.kv_budget_bytes() == 0
+    assert rollout_on(site).kv_budget_bytes() is None
+    assert rollout_on(site).possible_kv_bytes() == math.inf
+
+
+def test_an_slo_without_room_for_a_prefill_chunk_is_refused(site: Any) -> None:
+    with pytest.raises(ConfigError, match=r"device dev.*TPOT SLO of 0\.05 s.*4096 tokens.*max_num_batched_tokens"):
+        ServingGovernor(
+            site.device("serving"),
+            site.clock,
+            CONFIG,
+            StepLog(),
+            ledger=site.ledger,
+            admission=AdmissionConfig(slo=Slo(tpot_s=0.05)),
+            chunk_tokens=4096,
+            kv_pool_bytes=1000,
+        )
+
+
+def test_the_heartbeat_beats_without_steps(site: Any, serving: ServingGovernor) -> None:
+    site.clock.time_s = 99.0
+    deadline = time.monotonic() + 5
+    while site.ledger.serving().heartbeat_s != 99.0:
+        assert time.monotonic() < deadline, "no heartbeat in 5 s"
+        time.sleep(0.01)

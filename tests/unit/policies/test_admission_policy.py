@@ -1,0 +1,140 @@
+"""Dual-SLO admission, rule by rule."""
+
+from __future__ import annotations
+
+import math
+
+import attrs
+import pytest
+
+from rose.config import load
+from rose.errors import ConfigError
+from rose.policies.admission import (
+    START,
+    AdmissionConfig,
+    Budget,
+    Hold,
+    HoldReason,
+    Mode,
+    ServingState,
+    Slo,
+    arrival_reserve_s,
+    check_lease,
+    decide,
+    decode_deadline_s,
+    should_yield,
+    targets,
+)
+
+CONFIG = AdmissionConfig()
+NOW_S = 100.0
+IDLE = ServingState(
+    num_arrived=3,
+    num_admitted=3,
+    num_running=0,
+    num_waiting=0,
+    kv_used_bytes=0,
+    kv_pool_bytes=100,
+    oldest_arrival_s=math.nan,
+    last_step_end_s=NOW_S - 0.001,
+    deadline_s=math.inf,
+    next_decode_s=0.0,
+    heartbeat_s=NOW_S,
+)
+BUSY = attrs.evolve(IDLE, num_running=4, deadline_s=NOW_S + 0.030, next_decode_s=0.010)
+WAITING = attrs.evolve(BUSY, num_arrived=4, oldest_arrival_s=NOW_S - 0.01)
+
+
+def held(mode: Mode, serving: ServingState | None, step_s: float = 0.010) -> HoldReason | None:
+    decision = decide(CONFIG, mode, serving, step_s, NOW_S)
+    return decision.reason if isinstance(decision, Hold) else None
+
+
+def test_an_idle_server_lends_in_every_mode_but_closed() -> None:
+    for mode in Mode:
+        assert held(mode, IDLE) is (HoldReason.GATE_CLOSED if mode is Mode.CLOSED else None)
+
+
+@pytest.mark.parametrize("mode", [Mode.SLO, Mode.QUIET])
+def test_a_step_must_fit_before_the_deadline_with_serving_s_own(mode: Mode) -> None:
+    """20 ms of slack are left: 30 ms to the deadline less 10 ms of serving's next decode step."""
+    assert held(mode, BUSY, 0.0199) is None
+    assert held(mode, BUSY, 0.0201) is HoldReason.NO_SLACK
+
+
+@pytest.mark.parametrize("mode", [Mode.SLO, Mode.QUIET])
+def test_rollouts_wait_for_prompts_also_for_those_on_their_way(mode: Mode) -> None:
+    assert held(mode, WAITING, 0.0) is HoldReason.PROMPT_WAITS
+    assert held(mode, attrs.evolve(BUSY, num_waiting=1), 0.0) is HoldReason.PROMPT_WAITS
+
+
+def test_strict_lends_idle_time_only() -> None:
+    assert held(Mode.STRICT, BUSY, 0.0) is HoldReason.SERVING_BUSY
+
+
+def test_the_published_rule_ignores_how_long_the_step_is() -> None:
+    assert held(Mode.PAPER, BUSY, 5.0) is None
+    assert held(Mode.PAPER, attrs.evolve(BUSY, last_step_end_s=NOW_S - 0.141)) is HoldReason.NO_SLACK
+    assert held(Mode.PAPER, attrs.evolve(WAITING, oldest_arrival_s=NOW_S - 0.5)) is HoldReason.NO_SLACK
+
+
+def test_doubt_closes_the_gate() -> None:
+    assert held(Mode.SLO, None) is HoldReason.UNREADABLE
+    assert held(Mode.SLO, attrs.evolve(IDLE, heartbeat_s=NOW_S - 1.1)) is HoldReason.STALE
+    assert held(Mode.SLO, attrs.evolve(IDLE, heartbeat_s=NOW_S - 0.9)) is None
+    assert held(Mode.UNGATED, None) is None
+
+
+def test_no_compute_is_lent_above_the_kv_bound() -> None:
+    """Lending stretches the stay of serving's requests, and so their KV."""
+    assert held(Mode.SLO, attrs.evolve(IDLE, kv_used_bytes=81)) is HoldReason.SERVING_KV
+    assert held(Mode.SLO, attrs.evolve(IDLE, kv_used_bytes=80)) is None
+
+
+def test_the_deadline_is_the_nearest_of_gap_and_paces() -> None:
+    limits = targets(CONFIG, Mode.SLO, 0.060)
+    assert (limits.gap_s, limits.pace_s) == (pytest.approx(0.054), pytest.approx(0.060))
+    assert decode_deadline_s(limits, 10.0, []) == math.inf
+    assert decode_deadline_s(limits, 10.0, [(5.0, 1000)]) == pytest.approx(10.054)
+    assert decode_deadline_s(limits, 10.0, [(5.0, 1000), (9.99, 1)]) == pytest.approx(10.050)
+    quiet = targets(CONFIG, Mode.QUIET, 0.060)
+    assert (quiet.gap_s, quiet.pace_s) == (CONFIG.quiet_gap_s, CONFIG.quiet_pace_s)
+
+
+def test_serving_yields_only_to_whom_it_helps() -> None:
+    assert should_yield(Mode.SLO, BUSY, NOW_S + 0.001, 0.015, NOW_S)
+    assert not should_yield(Mode.SLO, BUSY, NOW_S - 0.001, 0.015, NOW_S), "nobody wants the device"
+    assert not should_yield(Mode.SLO, BUSY, NOW_S + 0.001, 0.025, NOW_S), "the step would not fit"
+    assert not should_yield(Mode.SLO, WAITING, NOW_S + 0.001, 0.001, NOW_S), "a prompt waits"
+    assert not should_yield(Mode.UNGATED, BUSY, NOW_S + 0.001, 0.001, NOW_S)
+    assert not should_yield(Mode.CLOSED, BUSY, NOW_S + 0.001, 0.001, NOW_S)
+
+
+def test_leases() -> None:
+    lease = Budget(fencing_token=3, expires_s=NOW_S + 1, is_granted=True)
+    assert check_lease(lease, 3, NOW_S) is None
+    assert check_lease(None, 3, NOW_S) is HoldReason.UNREADABLE
+    assert check_lease(lease, 4, NOW_S) is HoldReason.LEASE_FENCED
+    assert check_lease(lease, 3, NOW_S + 1) is HoldReason.LEASE_EXPIRED
+    assert check_lease(attrs.evolve(lease, is_granted=False), 3, NOW_S) is HoldReason.LEASE_MISSING
+
+
+def test_an_slo_of_zero_is_refused_with_what_to_do() -> None:
+    with pytest.raises(ConfigError, match=r"slo.*tpot_s must be a positive number.*got 0"):
+        load(AdmissionConfig, {"slo": {"tpot_s": 0}})
+    with pytest.raises(ValueError, match="ttft_s"):
+        Slo(ttft_s=math.nan)
+
+
+def test_the_slo_must_leave_room_for_a_prefill_chunk_and_a_rollout_step() -> None:
+    assert arrival_reserve_s(CONFIG, 0.0527, 2048, "s0") == pytest.approx(0.0606, abs=1e-4)
+    with pytest.raises(ConfigError, match=r"s0: a TPOT SLO of 0\.15 s.*4096 tokens \(0\.130 s"):
+        arrival_reserve_s(CONFIG, 0.130, 4096, "s0")
+    named = AdmissionConfig(arrival_reserve_s=0.01)
+    assert arrival_reserve_s(named, 0.05, 2048, "s0") == 0.01
+    with pytest.raises(ConfigError, match="no room"):
+        arrival_reserve_s(named, 0.145, 2048, "s0")
+
+
+def test_start_is_one_value() -> None:
+    assert decide(CONFIG, Mode.SLO, IDLE, 0.01, NOW_S) is START

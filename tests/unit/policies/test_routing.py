@@ -1,0 +1,144 @@
+from __future__ import annotations
+
+import attrs
+import pytest
+
+from rose.policies.routing import (
+    Assign,
+    Circuit,
+    EngineState,
+    EngineView,
+    RoutingConfig,
+    RoutingIndex,
+    TurnView,
+    Wait,
+    WaitReason,
+)
+from rose.types import AnyVersion, AtLeast, EngineId, EngineKind, Exactly, HopEnd, RouteReason, WeightVersion
+
+TURN = TurnView(versions=AnyVersion(), num_prompt_tokens=100, num_new_tokens=50)
+
+
+def engine(name: str, **changes) -> EngineView:
+    view = EngineView(engine_id=EngineId(name), kind=EngineKind.DEDICATED, state=EngineState.READY)
+    return attrs.evolve(view, **changes)
+
+
+def borrowed(name: str, **changes) -> EngineView:
+    return engine(name, kind=EngineKind.BORROWED, **changes)
+
+
+def choose(*views: EngineView, turn: TurnView = TURN, cap: int = 4, run: str | None = None):
+    index = RoutingIndex(RoutingConfig(cap_per_engine=cap))
+    index.run = run
+    for view in views:
+        index.put(view)
+    return index.choose(turn)
+
+
+def test_dedicated_engines_come_before_borrowed_ones():
+    views = (borrowed("b"), engine("d", num_in_flight=3))
+    assert choose(*views) == Assign(EngineId("d"), RouteReason.DEDICATED)
+
+
+def test_borrowed_engines_are_used_when_the_dedicated_ones_are_full():
+    views = (engine("d", num_in_flight=4), borrowed("b"))
+    assert choose(*views) == Assign(EngineId("b"), RouteReason.BORROWED)
+
+
+def test_the_engine_of_the_last_turn_comes_before_load_and_kind():
+    turn = attrs.evolve(TURN, affinity=EngineId("b"))
+    assert choose(engine("d"), borrowed("b", num_in_flight=3), turn=turn) == Assign(EngineId("b"), RouteReason.AFFINITY)
+
+
+def test_a_full_affinity_engine_is_left_for_a_free_one():
+    turn = attrs.evolve(TURN, affinity=EngineId("a"))
+    assert choose(engine("a", num_in_flight=4), engine("d"), turn=turn) == Assign(EngineId("d"), RouteReason.DEDICATED)
+
+
+def test_among_like_engines_the_least_loaded_one_is_taken_then_the_lowest_kv_use():
+    assert choose(engine("x", num_in_flight=2), engine("y", num_in_flight=1)).engine_id == "y"
+    assert choose(borrowed("x", kv_used_fraction=0.5), borrowed("y", kv_used_fraction=0.1)).engine_id == "y"
+
+
+@pytest.mark.parametrize("state", [state for state in EngineState if state is not EngineState.READY])
+def test_only_ready_engines_take_turns(state):
+    assert choose(engine("d", state=state)) == Wait(WaitReason.NO_READY_ENGINE)
+
+
+def test_the_reason_to_wait_is_the_last_test_that_an_engine_failed():
+    turn = attrs.evolve(TURN, versions=AtLeast(3))
+    old = engine("old", version=WeightVersion("r", 2))
+    full = engine("full", version=WeightVersion("r", 3), num_in_flight=4)
+    small = engine("small", version=WeightVersion("r", 3), num_in_flight=1, kv_total_tokens=200, kv_reserved_tokens=51)
+    stale = engine("stale", state=EngineState.STALE)
+    assert choose(turn=turn) == Wait(WaitReason.NO_READY_ENGINE)
+    assert choose(stale, old, turn=turn, run="r") == Wait(WaitReason.VERSION)
+    assert choose(old, engine("shut", version=WeightVersion("r", 3), circuit=Circuit.OPEN), turn=turn, run="r") == Wait(
+        WaitReason.CIRCUIT
+    )
+    assert choose(old, full, turn=turn, run="r") == Wait(WaitReason.SLOTS)
+    assert choose(old, full, small, turn=turn, run="r") == Wait(WaitReason.KV)
+
+
+def test_kv_room_counts_what_the_turns_in_flight_may_grow_to():
+    view = engine("d", num_in_flight=1, kv_total_tokens=300, kv_reserved_tokens=150)
+    assert isinstance(choose(view), Assign)
+    assert isinstance(choose(attrs.evolve(view, kv_reserved_tokens=151)), Wait)
+
+
+def test_an_idle_engine_is_tried_with_a_turn_that_may_not_fit():
+    """A turn bigger than every KV memory must end somewhere: refused by a dedicated engine, or short of its maximum."""
+    assert isinstance(choose(engine("d", kv_total_tokens=10)), Assign)
+    assert isinstance(choose(borrowed("b", kv_total_tokens=101)), Assign)
+    assert choose(borrowed("b", kv_total_tokens=100)) == Wait(WaitReason.KV)
+    assert choose(borrowed("b", kv_total_tokens=0)) == Wait(WaitReason.KV)
+
+
+def test_a_half_open_engine_takes_one_turn():
+    assert isinstance(choose(engine("d", circuit=Circuit.HALF_OPEN, num_in_flight=2)), Assign)
+    assert choose(engine("d", circuit=Circuit.HALF_OPEN, num_in_flight=2, num_probing=1)) == Wait(WaitReason.CIRCUIT)
+
+
+@pytest.mark.parametrize(
+    ("ended", "reason"),
+    [
+        (HopEnd.EVICTED, RouteReason.REROUTED_EVICTED),
+        (HopEnd.STALLED, RouteReason.REROUTED_STALLED),
+        (HopEnd.LOST, RouteReason.REROUTED_LOST),
+        (HopEnd.BUSY, RouteReason.REROUTED_BUSY),
+        (HopEnd.ABORTED, RouteReason.REROUTED_ABORTED),
+    ],
+)
+def test_an_avoided_engine_is_the_last_choice_and_still_a_choice(ended, reason):
+    turn = attrs.evolve(TURN, affinity=EngineId("bad"), avoid={EngineId("bad")}, moved_by=ended)
+    assert choose(engine("bad"), borrowed("b", num_in_flight=3), turn=turn) == Assign(EngineId("b"), reason)
+    assert choose(engine("bad"), borrowed("b", num_in_flight=4), turn=turn) == Assign(EngineId("bad"), reason)
+
+
+def test_the_index_forgets_dropped_engines_and_replaces_known_ones():
+    index = RoutingIndex(RoutingConfig(cap_per_engine=1))
+    index.put(engine("d"))
+    assert index.has_open_engine()
+    index.put(engine("d", num_in_flight=1))
+    assert not index.has_open_engine()
+    assert len(list(index)) == 1
+    index.drop(EngineId("d"))
+    index.drop(EngineId("d"))
+    assert index.choose(TURN) == Wait(WaitReason.NO_READY_ENGINE)
+
+
+def test_a_version_is_out_of_reach_once_every_engine_that_lives_is_past_it():
+    index = RoutingIndex(RoutingConfig())
+    index.run = "r"
+    index.put(engine("d", version=WeightVersion("r", 4)))
+    index.put(engine("e", version=WeightVersion("r", 3), state=EngineState.LOST))
+    assert index.is_out_of_reach(Exactly(3))
+    assert not index.is_out_of_reach(Exactly(4))
+    index.put(engine("f", version=WeightVersion("r", 3), state=EngineState.DRAINING))
+    assert not index.is_out_of_reach(Exactly(3))
+
+
+def test_a_cap_below_one_is_refused():
+    with pytest.raises(ValueError, match="cap_per_engine"):
+        RoutingConfig(cap_per_engine=0)
