@@ -15,7 +15,7 @@ SOURCES := src tests examples docs benchmarks
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: env demo test check lint format types layers spelling docs examples clean
+.PHONY: env demo test check lint format types layers spelling docs examples bench clean
 
 env: $(READY)
 
@@ -71,6 +71,9 @@ examples:
 	@$(LIGHT_BIN)/python -c 'import importlib.util as u; assert not u.find_spec("torch"), "torch is installed in $(LIGHT)"'
 	cd examples/echo-backend && $(LIGHT_BIN)/pytest -q
 	cd examples/unit_test_a_loop && $(LIGHT_BIN)/pytest -q
+
+bench: env
+	$(BIN)/python benchmarks/codec.py --out benchmarks/results/codec-cpu.json
 
 clean:
 	rm -rf $(VENV) $(LIGHT) docs/_build build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

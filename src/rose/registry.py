@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from difflib import get_close_matches
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any, Literal, TypeVar, cast, get_args
+from typing import Any, Literal, cast, get_args
 
 from rose.errors import BackendUnavailableError, ConfigError
 from rose.interfaces import Device, ServingEngine, Trainer, Transport
@@ -23,8 +23,6 @@ _INTERFACES: dict[Role, type] = {
     "transports": Transport,
     "devices": Device,
 }
-
-T = TypeVar("T")
 
 
 def names(role: Role) -> tuple[str, ...]:

@@ -14,8 +14,6 @@ from attrs import validators as v
 
 EngineId = NewType("EngineId", str)
 DeviceId = NewType("DeviceId", str)
-TrajectoryId = NewType("TrajectoryId", str)
-GroupId = NewType("GroupId", str)
 RequestId = NewType("RequestId", str)
 LeaseId = NewType("LeaseId", str)
 JobId = NewType("JobId", str)
@@ -149,6 +147,7 @@ class RouteReason(enum.Enum):
     REROUTED_LOST = "rerouted_lost"
     REROUTED_BUSY = "rerouted_busy"
     REROUTED_ABORTED = "rerouted_aborted"
+    REROUTED_REFUSED = "rerouted_refused"
 
 
 class HopEnd(enum.Enum):

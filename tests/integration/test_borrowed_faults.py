@@ -11,7 +11,7 @@ from pathlib import Path
 import attrs
 import pytest
 
-from rose.pool import PoolConfig, RolloutPool, RoutingConfig
+from rose.pool import EngineState, PoolConfig, RolloutPool, RoutingConfig
 from rose.reference.demo_config import DemoConfig
 from rose.reference.demo_models import make_serving_model, policy_models
 from rose.reference.env_workers import EnvironmentPool
@@ -26,7 +26,7 @@ from rose.types import EngineKind, HopEnd
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 
-CONFIG = DemoConfig(num_dedicated=1, num_borrowed=2, k=2.0, num_groups=8, group_size=8, cap_per_engine=16)
+CONFIG = DemoConfig(num_dedicated=1, num_borrowed=2, k=2.0, num_groups=6, group_size=8, cap_per_engine=16)
 
 
 @attrs.define
@@ -79,7 +79,11 @@ async def running_site(tmp_path: Path):
 async def until_borrowed_work(pool: RolloutPool) -> None:
     """Wait until every borrowed engine that is ready has turns in flight and has finished some."""
     while True:
-        views = [view for view in pool.snapshot().engines if view.kind is EngineKind.BORROWED]
+        views = [
+            view
+            for view in pool.snapshot().engines
+            if view.kind is EngineKind.BORROWED and view.state is EngineState.READY
+        ]
         accounts = pool.accounts()
         if views and all(view.num_in_flight > 4 and accounts[view.engine_id].num_tokens > 4 for view in views):
             return

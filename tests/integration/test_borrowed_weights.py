@@ -24,7 +24,7 @@ from rose.types import EngineKind, EngineRequest, RequestId, Sampling
 
 pytestmark = [pytest.mark.engine, pytest.mark.distributed, pytest.mark.timeout(400)]
 
-CONFIG = DemoConfig(num_dedicated=1, num_borrowed=1, num_groups=4, group_size=8)
+CONFIG = DemoConfig(num_dedicated=1, num_borrowed=1, num_groups=12, group_size=8)
 NUM_SYNCS = 3
 
 
@@ -53,7 +53,7 @@ async def test_a_borrowed_engine_holds_the_trainers_weights_after_syncs(tmp_path
     async with contextlib.AsyncExitStack() as stack:
         fleet = Fleet.prepare(CONFIG)
         stack.push_async_callback(fleet.close)
-        learner = await stack.enter_async_context(LearnerGroup(LearnerConfig(warm_start=WarmStartConfig(num_steps=20))))
+        learner = await stack.enter_async_context(LearnerGroup(LearnerConfig(warm_start=WarmStartConfig(num_steps=60))))
         await learner.warm_start()
         await learner.save_checkpoint(tmp_path / "start")
         models = policy_models(tmp_path / "start", make_serving_model(tmp_path / "serving", seed=0), FrozenLake)

@@ -116,7 +116,7 @@ def _follow(trained: Trained, boxes: dict[str, tuple[ShardSpec, ...]] | None) ->
     for n, truth in enumerate(trained.ranks[0]["truth"]):
         version = WeightVersion("fsdp", n)
         update = WeightUpdate(
-            target=version, manifest_keys=(manifest_key(version, 0),), address=trained.store.address()
+            target=version, manifest_keys=(manifest_key(version, version.n),), address=trained.store.address()
         )
         subscriber.stage(update, trained.store)
         activation = subscriber.activate(verify=True)
@@ -157,7 +157,7 @@ def test_tied_and_uneven(trained: Trained) -> None:
     assert [record.layout()["model.embed_tokens.weight"].shape for record in records] == [(65, 32), (64, 32)]
     assert [record.layout()["gain"].shape for record in records] == [(1,), (0,)]
     assert list(trained.specs.values()) == _tensors()
-    manifest = read_manifest(trained.store, manifest_key(WeightVersion("fsdp", 1), 0))
+    manifest = read_manifest(trained.store, manifest_key(WeightVersion("fsdp", 1), 1))
     assert manifest.aliases == {"lm_head.weight": "model.embed_tokens.weight"}
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
+import signal
 import socket
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +78,7 @@ def add_command(commands: Any, *, epilog: str) -> None:
         dest="rate_rps",
         type=_decimal,
         metavar="RPS",
-        help="mean requests a second and serving device (default: the trace's own)",
+        help=f"mean requests a second and serving device (default: {default.rate_rps:g})",
     )
     load.add_argument(
         "--slo-ttft-ms",
@@ -135,7 +137,7 @@ def run(arguments: argparse.Namespace) -> int:
     config = make_config(arguments)
     check_surroundings(config)
     run_demo = _load_runner()
-    with LiveView(is_json=config.json) as view:
+    with LiveView(is_json=config.json) as view, _terminated_as_interrupted():
         result = asyncio.run(run_demo(config, view=view))
     if config.json:
         print(json.dumps(result.summary, allow_nan=False), flush=True)  # noqa: T201 - this is the command line
@@ -146,6 +148,16 @@ def run(arguments: argparse.Namespace) -> int:
         f"\nresults in {Path(config.out).resolve()}: open report.html, or timeline.json at https://ui.perfetto.dev"
     )
     return 0
+
+
+@contextlib.contextmanager
+def _terminated_as_interrupted() -> Iterator[None]:
+    """Let SIGTERM end the run as Ctrl-C does, so that a run that is timed out removes its processes and shared files too."""
+    before = signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def make_config(arguments: argparse.Namespace) -> DemoConfig:

@@ -4,8 +4,8 @@ Invariants:
 
 * A turn of the device is held only between ``ask`` and ``finish`` / ``release`` of one engine step. An engine that is
   paused or has lost its requests is not stepped any more, so a turn kept across steps would be lost.
-* A governor never keeps its caller longer than one device turn plus ``max_hold_s``, so that aborts, pauses and remote
-  calls are served while the gate is closed.
+* A governor never keeps its caller longer than the device turns of one step, plus ``max_hold_s`` for each of the later
+  ones, so that aborts, pauses and remote calls are served while the gate is closed.
 * A turn is never waited for with old inputs: the caller's ``on_grant`` runs after the wait and before it builds the step.
 * While the clock is frozen serving makes no step; rollout and dedicated engines run unpaced.
 
@@ -65,7 +65,7 @@ class GovernorConfig:
         poll_s: Between two looks at a closed gate.
         max_poll_s: After this long the engine loop is given a chance to serve its inputs.
         think_s: How long after a step the rollout engine still counts as about to ask again.
-        max_hold_s: Later turns of a step wait at most this long for the gate; then they are owed.
+        max_hold_s: Each later turn of a step waits at most this long for the gate; then it and those after it are owed.
     """
 
     host_gap_s: float = attrs.field(default=1.5e-3, validator=v.ge(0))

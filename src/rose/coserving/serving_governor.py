@@ -88,6 +88,7 @@ class ServingGovernor(StepGovernor):
             admission, device.predict_s(chunk), chunk_tokens, f"device {device.device_id}"
         )
         self._arrived_s: dict[str, float] = {}
+        self._waiting_since_s: dict[str, float] = {}
         self._first_token_s: dict[str, float] = {}
         self._num_arrived = 0
         self._num_admitted = 0
@@ -109,6 +110,7 @@ class ServingGovernor(StepGovernor):
     def note_admitted(self, request_id: str) -> None:
         """Note that the step loop took a prompt over."""
         self._num_admitted += 1
+        self._waiting_since_s[request_id] = self._arrived_s.pop(request_id, self._clock.now())
         self.publish(attrs.evolve(self._load, waiting_ids=(*self._load.waiting_ids, request_id)))
 
     def note_lost(self, request_id: str) -> None:
@@ -152,11 +154,8 @@ class ServingGovernor(StepGovernor):
         self._first_token_s = first_s
         limits = targets(self._admission, self._mode(), self._reserve_s)
         decodes = StepWork(num_decodes=len(load.decoding), context_tokens=load.decode_context_tokens)
-        arrived = {
-            request_id: self._arrived_s[request_id] for request_id in load.waiting_ids if request_id in self._arrived_s
-        }
-        for request_id, _ in load.decoding:
-            self._arrived_s.pop(request_id, None)
+        since_s = {i: self._waiting_since_s.get(i, ended_s) for i in load.waiting_ids}  # a preempted one waits anew
+        self._waiting_since_s = since_s
         return ServingState(
             num_arrived=self._num_arrived,
             num_admitted=self._num_admitted,
@@ -164,7 +163,7 @@ class ServingGovernor(StepGovernor):
             num_waiting=len(load.waiting_ids),
             kv_used_bytes=load.kv_used_bytes,
             kv_pool_bytes=self._kv_pool_bytes,
-            oldest_arrival_s=min(arrived.values(), default=math.nan),
+            oldest_arrival_s=min(since_s.values(), default=math.nan),
             last_step_end_s=self._last_end_s,
             deadline_s=decode_deadline_s(limits, ended_s, ((first_s[i], n) for i, n in load.decoding)),
             next_decode_s=self._predictor.upper_s(self.device.predict_s(decodes)) if load.decoding else 0.0,
@@ -182,7 +181,8 @@ class ServingGovernor(StepGovernor):
             own, rollout, mode = self._ledger.serving(), self._ledger.rollout(), self._ledger.budget().mode
         except LedgerError:
             return False
-        return should_yield(mode, own, rollout.wants_until_s, rollout.step_s, self._clock.now())
+        now_s = self._clock.now()
+        return should_yield(self._admission, mode, own, rollout.wants_until_s, rollout.step_s, now_s)
 
     def _beat(self) -> None:
         while not self._is_closed.wait(_HEARTBEAT_S):

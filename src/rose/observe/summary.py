@@ -7,6 +7,7 @@ cannot differ between them.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -58,10 +59,17 @@ class BorrowedFigures:
 
 @attrs.frozen(kw_only=True)
 class ServingFigures:
-    """Serving latency of one arm, and the delay that sharing added to the requests it has in common with ``alone``."""
+    """Serving latency of one arm, and the delay that sharing added.
+
+    Attributes:
+        latency: Of all requests of the arm.
+        added_delay: To the requests that the arm has in common with ``alone``.
+        added_delay_on_ungated: The same over those that the shorter ungated arm has too, for a like comparison with it.
+    """
 
     latency: LatencySummary
     added_delay: PairedDelay | None = None
+    added_delay_on_ungated: PairedDelay | None = None
 
 
 @attrs.frozen(kw_only=True)
@@ -138,6 +146,8 @@ def _serving(figures: ServingFigures) -> dict[str, Any]:
     if figures.added_delay is not None:
         result["added_delay_mean_ms"] = figures.added_delay.mean_ms
         result["added_delay_standard_error_ms"] = figures.added_delay.standard_error_ms
+    if figures.added_delay_on_ungated is not None:
+        result["added_delay_on_ungated_arrivals_mean_ms"] = figures.added_delay_on_ungated.mean_ms
     return result
 
 
@@ -147,12 +157,13 @@ def _phases(versions: Sequence[VersionRecord]) -> dict[str, Any]:
 
 
 def _phase(versions: Sequence[VersionRecord]) -> dict[str, Any]:
-    codecs = {version.codec for version in versions}
+    codecs = Counter(version.codec for version in versions)
     return {
         "lr": versions[-1].lr,
         "versions": len(versions),
         "changed_fraction": math.fsum(version.changed_fraction for version in versions) / len(versions),
-        "codec": codecs.pop() if len(codecs) == 1 else "mixed",
+        "codec": codecs.most_common(1)[0][0],
+        "versions_by_codec": dict(codecs),
         "bytes_dense": sum(version.bytes_dense for version in versions),
         "bytes_sent": sum(version.bytes_sent for version in versions),
         "stage_s": math.fsum(version.stage_s for version in versions) / len(versions),

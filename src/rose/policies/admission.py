@@ -278,19 +278,22 @@ def slack_s(serving: ServingState, now_s: float) -> float:
     return serving.deadline_s - serving.next_decode_s - now_s
 
 
-def should_yield(mode: Mode, own: ServingState, wants_until_s: float, step_s: float, now_s: float) -> bool:
+def should_yield(
+    config: AdmissionConfig, mode: Mode, own: ServingState, wants_until_s: float, step_s: float, now_s: float
+) -> bool:
     """Return whether serving, about to start a step, leaves the device to a rollout engine that is between two steps.
 
     Without this, "rollout first while slack lasts" would become strict alternation: the rollout engine's host work
-    between steps lets serving in every time.
+    between steps lets serving in every time. Serving waits only for a step that ``decide`` would let start.
 
     Args:
+        config: The admission settings.
         mode: The mode in force.
         own: Serving's own state.
         wants_until_s: Until when the rollout engine expects to ask for the device.
         step_s: How long its next step takes.
         now_s: The time.
     """
-    if mode not in (Mode.SLO, Mode.QUIET) or now_s >= wants_until_s or own.num_prompts_waiting:
+    if mode not in (Mode.SLO, Mode.QUIET) or now_s >= wants_until_s:
         return False
-    return slack_s(own, now_s) >= step_s
+    return decide(config, mode, own, step_s, now_s) == START

@@ -80,7 +80,11 @@ class EngineView:
 
 @attrs.frozen(kw_only=True)
 class TurnView:
-    """What the policy sees of one turn. ``num_prompt_tokens`` includes the tokens of earlier attempts."""
+    """What the policy sees of one turn.
+
+    ``num_prompt_tokens`` includes the tokens of earlier attempts. A turn ``is_dedicated_only`` once a borrowed engine, which
+    may be smaller than the job's own, refused it.
+    """
 
     versions: VersionConstraint
     num_prompt_tokens: int
@@ -88,6 +92,7 @@ class TurnView:
     affinity: EngineId | None = None
     avoid: AbstractSet[EngineId] = frozenset()
     moved_by: HopEnd | None = None
+    is_dedicated_only: bool = False
 
 
 @attrs.frozen
@@ -111,6 +116,7 @@ _MOVED_REASON = {
     HopEnd.LOST: RouteReason.REROUTED_LOST,
     HopEnd.BUSY: RouteReason.REROUTED_BUSY,
     HopEnd.ABORTED: RouteReason.REROUTED_ABORTED,
+    HopEnd.REFUSED: RouteReason.REROUTED_REFUSED,
 }
 
 
@@ -168,7 +174,8 @@ class RoutingIndex:
         return Assign(best.engine_id, _reason(best, turn))
 
     def _obstacle(self, view: EngineView, turn: TurnView) -> WaitReason | None:
-        if view.state is not EngineState.READY:
+        is_barred = turn.is_dedicated_only and view.kind is EngineKind.BORROWED
+        if view.state is not EngineState.READY or is_barred:
             return WaitReason.NO_READY_ENGINE
         if not is_admissible(turn.versions, view.version, self.run):
             return WaitReason.VERSION

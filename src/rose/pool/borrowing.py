@@ -3,7 +3,7 @@
 Life cycle:
 
 1. [JOB] ``Borrower`` asks the lender for devices and adds the rollout engine of each granted one to the pool.
-2. [JOB] it renews its leases after every third of their time to live.
+2. [JOB] it renews its leases after every third of their time to live; that of an engine that was lost meanwhile it ends.
 3. [LENDER] revokes or lets expire: the ledger stops the engine at its next step; the borrower hears of it and takes the
    engine out of the pool, whose turns go on elsewhere with the tokens they have.
 4. [JOB] leaving gives every device back.
@@ -15,6 +15,7 @@ answer is given back at once; nothing is renewed that the lender ended.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Mapping
 from types import TracebackType
@@ -24,6 +25,7 @@ from rose.coserving.lender import LeaseChange, LeaseEvent, Lender
 from rose.errors import EngineLostError, LeaseError
 from rose.interfaces import Clock, ServingEngine
 from rose.policies.lending import Lease
+from rose.policies.routing import EngineState
 from rose.pool.pool import RolloutPool
 from rose.types import DeviceId, EngineKind, JobId
 
@@ -64,10 +66,17 @@ class Borrower:
 
     async def __aenter__(self) -> Self:
         """Borrow as many devices as the lender grants, up to one an engine."""
+        leases = self._lender.grant(self._job, len(self._engines))
         await self._group.__aenter__()
         self._lender.subscribe(self._hear)
-        for lease in self._lender.grant(self._job, len(self._engines)):
-            await self._join(lease)
+        try:
+            for lease in leases:
+                await self._join(lease)
+        except BaseException:
+            for lease in leases:
+                self._give_back(lease)
+            await self.__aexit__(None, None, None)
+            raise
         self._tasks = [self._group.create_task(self._renew()), self._group.create_task(self._leave())]
         return self
 
@@ -81,19 +90,30 @@ class Borrower:
             await self._group.__aexit__(None, None, None)
         finally:
             self._lender.unsubscribe(self._hear)
-            for device_id in self._leases:
-                self._lender.revoke(device_id)
-                await self._take_out(device_id, "the job gave its device back")
+            for lease in self._leases.values():
+                self._give_back(lease)
+            await asyncio.gather(
+                *(self._take_out(lease, "the job gave its device back") for lease in self._leases.values())
+            )
 
     async def _join(self, lease: Lease) -> None:
-        engine = self._engines[lease.device_id]
+        engine = self._engines.get(lease.device_id)
+        if engine is None:
+            _logger.warning("device %s is given back: the job has no engine there", lease.device_id)
+            self._give_back(lease)
+            return
         try:
             await self._pool.add_engine(engine, EngineKind.BORROWED, lease_id=lease.lease_id)
         except EngineLostError as error:
             _logger.warning("device %s is given back: %s", lease.device_id, error)
-            self._lender.revoke(lease.device_id)
+            self._give_back(lease)
         else:
             self._leases[lease.device_id] = lease
+
+    def _give_back(self, lease: Lease) -> None:
+        """End a lease unless it is over already: the device may be another job's by now."""
+        if any(held.lease_id == lease.lease_id for held in self._lender.leases):
+            self._lender.revoke(lease.device_id)
 
     def _hear(self, event: LeaseEvent) -> None:
         if event.change in (LeaseChange.REVOKED, LeaseChange.EXPIRED):
@@ -104,11 +124,13 @@ class Borrower:
             now_s = self._clock.now()
             ends_s = min((lease.expires_s for lease in self._leases.values()), default=now_s + _RENEWALS_PER_TTL)
             await self._clock.sleep((ends_s - now_s) / _RENEWALS_PER_TTL)
+            states = {view.engine_id: view.state for view in self._pool.snapshot().engines}
             for device_id, lease in list(self._leases.items()):
-                try:
+                if states.get(self._engines[device_id].engine_id, EngineState.LOST) is EngineState.LOST:
+                    self._give_back(lease)
+                    continue  # ``_leave`` hears of that, as of every lease that the lender ended
+                with contextlib.suppress(LeaseError):
                     self._leases[device_id] = self._lender.renew(lease.lease_id)
-                except LeaseError:
-                    continue  # the lender ended it; ``_leave`` hears of that
 
     async def _leave(self) -> None:
         while True:
@@ -116,10 +138,10 @@ class Borrower:
             held = self._leases.get(lease.device_id)
             if held is not None and held.lease_id == lease.lease_id:
                 del self._leases[lease.device_id]
-                await self._take_out(lease.device_id, "its lease is over")
+                self._group.create_task(self._take_out(lease, "its lease is over"))
 
-    async def _take_out(self, device_id: DeviceId, why: str) -> None:
-        try:
-            await self._pool.remove_engine(self._engines[device_id].engine_id, why, timeout_s=_REMOVE_TIMEOUT_S)
-        except EngineLostError:
-            return  # it was lost before
+    async def _take_out(self, lease: Lease, why: str) -> None:
+        """Remove an engine at once, then wait a little for it to stop; on the loop's time, since the clock may stand still."""
+        with contextlib.suppress(EngineLostError, TimeoutError):  # it was removed by another; it does not answer
+            async with asyncio.timeout(_REMOVE_TIMEOUT_S):
+                await self._pool.remove_engine(self._engines[lease.device_id].engine_id, why)

@@ -12,6 +12,7 @@ from random import Random
 import attrs
 
 from rose.policies.routing import Circuit
+from rose.pool.actions import TIME_EPSILON_S
 from rose.pool.config import PoolConfig
 
 _MAX_DOUBLINGS = 30
@@ -53,7 +54,7 @@ class CircuitBreaker:
 
     def tick(self, now_s: float) -> bool:
         """Let time pass; returns whether the circuit became half open."""
-        if self.state is not Circuit.OPEN or now_s < self.retry_at_s:
+        if self.state is not Circuit.OPEN or now_s < self.retry_at_s - TIME_EPSILON_S:
             return False
         self.state = Circuit.HALF_OPEN
         return True

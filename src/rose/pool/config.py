@@ -29,7 +29,8 @@ class PoolConfig:
     Attributes:
         routing: Limits of the routing policy.
         stall_s: A turn that got no token for this long is moved. Time in which the pool updates the engine is not counted.
-        max_hops: Attempts of one turn that may end without finishing it, busy answers not counted.
+        max_hops: Attempts of one turn that may end without a single token, busy answers not counted. Those that gave tokens
+            are bounded by the turn's own budget of tokens.
         max_busy: Busy answers that one turn may meet.
         resume_after_abort: What becomes of a turn that an engine aborted by itself.
         busy_s: How long a busy or evicting engine is left alone at first; doubles up to ``busy_max_s`` while it repeats.
@@ -38,6 +39,7 @@ class PoolConfig:
         circuit_max_s: The longest of these pauses.
         jitter_fraction: Each pause is stretched by a random share of up to this.
         reading_interval_s: How often the load and health of each engine are read.
+        reading_timeout_s: An engine that does not answer such a reading for this long is lost.
         stage_timeout_s: How long planning and staging a weight update may take on one engine.
         activate_timeout_s: How long activating it may take.
         close_timeout_s: How long closing the pool waits for aborts, on the event loop's time.
@@ -55,6 +57,7 @@ class PoolConfig:
     circuit_max_s: float = attrs.field(default=60.0, validator=v.gt(0))
     jitter_fraction: float = attrs.field(default=0.25, validator=[v.ge(0), v.le(1)])
     reading_interval_s: float = attrs.field(default=0.5, validator=v.gt(0))
+    reading_timeout_s: float = attrs.field(default=30.0, validator=v.gt(0))
     stage_timeout_s: float = attrs.field(default=300.0, validator=v.gt(0))
     activate_timeout_s: float = attrs.field(default=60.0, validator=v.gt(0))
     close_timeout_s: float = attrs.field(default=5.0, validator=v.gt(0))

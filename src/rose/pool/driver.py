@@ -25,7 +25,7 @@ from rose.pool.membership import Member
 from rose.pool.state import PoolState
 from rose.pool.timing import within
 from rose.pool.turns import Attempt
-from rose.types import TokenChunk, TurnResult
+from rose.types import EngineSnapshot, TokenChunk, TurnResult
 
 _logger = logging.getLogger(__name__)
 
@@ -145,6 +145,18 @@ class Driver:
             self._state.released(attempt, self._clock.now())
             self.apply()
 
+    async def read(self, member: Member) -> EngineSnapshot:
+        """Read an engine's load.
+
+        Raises:
+            EngineLostError: It is gone, or does not answer in time.
+        """
+        what = f"reading engine {member.engine_id!r}"
+        try:
+            return await within(self._clock, member.engine.snapshot(), self._config.reading_timeout_s, what=what)
+        except DeadlineExceededError as error:
+            raise EngineLostError(str(error)) from error
+
     async def watch(self, member: Member) -> None:
         """Read an engine's load and health until it leaves or is lost."""
         try:
@@ -152,7 +164,7 @@ class Driver:
                 await self._clock.sleep(self._config.reading_interval_s)
                 if not self._state.engines.is_present(member):
                     return
-                self._state.lifecycle.note_reading(member, await member.engine.snapshot())
+                self._state.lifecycle.note_reading(member, await self.read(member))
                 self.apply()
         except Exception as error:  # noqa: BLE001 - the root of a task: an engine that cannot be read cannot be trusted
             self._state.lifecycle.fall_out(

@@ -1,7 +1,7 @@
 """What happens to the engines of a pool, and what that means for their turns. Sync; the shell carries out what follows.
 
-Life cycle: joining -> stale -> ready -> updating -> ready. An engine may drain, be fenced or be lost from anywhere. It
-comes back from fenced only by an acknowledged activation, from lost only by joining anew.
+Life cycle: joining -> stale -> ready -> updating -> ready. An engine may drain or be lost from anywhere, and be fenced once it
+has joined. It comes back from fenced only by an acknowledged activation, from lost only by joining anew, from draining not.
 
 Invariants:
 
@@ -104,9 +104,9 @@ class Lifecycle:
         self._move(member, EngineState.DRAINING, why, now_s)
 
     def fall_out(self, member: Member, state: EngineState, why: str, now_s: float) -> None:
-        """Note that an engine is fenced or lost; its turns move."""
-        if self._move(member, state, why, now_s):
-            self._move_all(member, HopEnd.LOST, now_s)
+        """Note that an engine is fenced or lost; its turns move. A draining one that is fenced goes on draining, empty."""
+        self._move(member, state, why, now_s)
+        self._move_all(member, HopEnd.LOST, now_s)
 
     def remove(self, member: Member, why: str, now_s: float) -> None:
         """Take an engine out: first from routing, then its turns move."""

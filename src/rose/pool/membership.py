@@ -132,6 +132,10 @@ class Membership:
         """Tell whether this very member is in the pool and not lost."""
         return self.members.get(member.engine_id) is member and member.state is not EngineState.LOST
 
+    def has_dedicated(self) -> bool:
+        """Tell whether an engine of the job's own is in the pool and not lost."""
+        return any(m.kind is EngineKind.DEDICATED and m.state is not EngineState.LOST for m in self.members.values())
+
     def add(self, engine: ServingEngine, kind: EngineKind, lease_id: LeaseId | None) -> Member:
         """Take an engine in, in state joining. The id of a lost engine may be used again.
 

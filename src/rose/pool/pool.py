@@ -151,7 +151,7 @@ class RolloutPool:
         self._check_open()
         member = self._state.lifecycle.join(engine, kind, lease_id, self._clock.now())
         try:
-            reading = await engine.snapshot()
+            reading = await self._driver.read(member)
         except BaseException as error:
             self._state.lifecycle.fall_out(
                 member, EngineState.LOST, f"it did not answer when it joined: {error}", self._clock.now()

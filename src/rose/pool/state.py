@@ -41,6 +41,7 @@ from rose.pool.membership import Member, Membership
 from rose.pool.turns import Attempt, TurnRecord
 from rose.pool.waiting import TrajectoryMemory, WaitingQueue
 from rose.types import (
+    EngineKind,
     FinishReason,
     Hop,
     HopEnd,
@@ -141,8 +142,7 @@ class PoolState:
                 self._pause_member(member, member.circuit.busy(now_s))
                 self._move_on(attempt, HopEnd.BUSY, now_s, is_over=True, why=str(error))
             case RequestRefusedError():
-                self._end(attempt, HopEnd.REFUSED, now_s, is_over=True)
-                self._fail_turn(attempt.record, error, now_s)
+                self._take_refusal(attempt, error, now_s)
             case EngineFencedError():
                 self._move_on(attempt, HopEnd.LOST, now_s, is_over=True, why=str(error))
                 self.lifecycle.fall_out(member, EngineState.FENCED, str(error), now_s)
@@ -195,9 +195,10 @@ class PoolState:
 
     def _route(self, now_s: float) -> None:
         # Room only shrinks during one walk, so a turn that needs no less than one that found nothing finds nothing.
-        hopeless: dict[VersionConstraint, tuple[int, int]] = {}
+        hopeless: dict[tuple[VersionConstraint, bool], tuple[int, int]] = {}
         for record in self._waiting:
-            prompt, rest = hopeless.get(record.versions, (math.inf, math.inf))
+            kind = (record.versions, record.is_dedicated_only)
+            prompt, rest = hopeless.get(kind, (math.inf, math.inf))
             if record.num_prompt_tokens >= prompt and record.num_left_tokens >= rest:
                 continue
             decision = self.engines.index.choose(record.view())
@@ -208,7 +209,7 @@ class PoolState:
             elif decision.reason is WaitReason.VERSION and self._is_out_of_reach(record):
                 self._give_up_version(record, now_s)
             else:
-                hopeless[record.versions] = (record.num_prompt_tokens, record.num_left_tokens)
+                hopeless[kind] = (record.num_prompt_tokens, record.num_left_tokens)
 
     def _assign(self, record: TurnRecord, decision: Assign, now_s: float) -> None:
         self._waiting.remove(record)
@@ -261,6 +262,15 @@ class PoolState:
         self._pause_member(attempt.member, attempt.member.circuit.fail(now_s))
         self._move_on(attempt, HopEnd.LOST, now_s, is_over=is_over, why=why)
 
+    def _take_refusal(self, attempt: Attempt, error: RequestRefusedError, now_s: float) -> None:
+        """Fail the turn, unless a borrowed engine refused what one of the job's own may take."""
+        if attempt.member.kind is EngineKind.BORROWED and self.engines.has_dedicated():
+            attempt.record.is_dedicated_only = True
+            self._move_on(attempt, HopEnd.REFUSED, now_s, is_over=True, why=str(error))
+        else:
+            self._end(attempt, HopEnd.REFUSED, now_s, is_over=True)
+            self._fail_turn(attempt.record, error, now_s)
+
     def _check_stall(self, attempt: Attempt, now_s: float) -> None:
         member = attempt.member
         due_s = attempt.last_progress_s + self._config.stall_s
@@ -289,11 +299,10 @@ class PoolState:
         self._journal.rerouted(attempt, ended, why, now_s)
         record.moved_by = ended
         record.avoid.add(attempt.engine_id)
-        record.num_busy += ended is HopEnd.BUSY
         done = record.finish_reason_so_far()
         if done is not None:
             self._settle(record, record.result(done), now_s)
-        elif record.num_busy > self._config.max_busy or len(record.hops) - record.num_busy >= self._config.max_hops:
+        elif record.num_busy > self._config.max_busy or record.num_fruitless >= self._config.max_hops:
             self._fail_turn(record, _too_many_hops(record), now_s)
         else:
             record.queued_s = now_s

@@ -84,12 +84,22 @@ class TurnRecord:
     avoid: set[EngineId] = attrs.field(factory=set)
     moved_by: HopEnd | None = None
     pinned: WeightVersion | None = None
-    num_busy: int = 0
+    is_dedicated_only: bool = False
 
     @property
     def num_left_tokens(self) -> int:
         """Return what is left of the turn's token budget."""
         return self.turn.sampling.max_tokens - len(self.token_ids)
+
+    @property
+    def num_busy(self) -> int:
+        """Return how many attempts met a busy answer."""
+        return sum(hop.ended is HopEnd.BUSY for hop in self.hops)
+
+    @property
+    def num_fruitless(self) -> int:
+        """Return how many attempts gave no token, busy answers not counted."""
+        return sum(hop.num_tokens == 0 and hop.ended is not HopEnd.BUSY for hop in self.hops)
 
     @property
     def versions(self) -> VersionConstraint:
@@ -110,6 +120,7 @@ class TurnRecord:
             affinity=self.affinity,
             avoid=self.avoid,
             moved_by=self.moved_by,
+            is_dedicated_only=self.is_dedicated_only,
         )
 
     def next_request(self, request_id: RequestId) -> EngineRequest:

@@ -4,6 +4,7 @@ Life cycle of one sync:
 
 1. [POOL] each ready, stale or fenced engine: plan the update from the version it acknowledged (nothing known for a fenced one).
 2. [ENGINE] all stage at the same time, while they serve. One that cannot is stale from here on: its weights are intact.
+   A relay that cannot be reached says nothing about the engines; they stay as they are.
 3. [POOL] when all have staged or failed: updating, so that no new turn comes; turns that may not run on the new version move.
 4. [ENGINE] all activate at the same time. One that cannot is fenced, its turns move; the others go on.
 5. [POOL] acknowledged: ready, at the version of the activation.
@@ -20,7 +21,7 @@ from typing import Protocol
 
 import attrs
 
-from rose.errors import BlobNotFoundError, EngineLostError, VersionConflictError
+from rose.errors import BlobNotFoundError, EngineLostError, TransportError, VersionConflictError
 from rose.interfaces import Clock, Transport
 from rose.policies.routing import EngineState
 from rose.pool.config import PoolConfig
@@ -134,6 +135,8 @@ class WeightSync:
 
     def _leave_out(self, member: Member, error: Exception) -> None:
         now_s = self._clock.now()
+        if isinstance(error, TransportError):
+            return
         if isinstance(error, EngineLostError):
             self._state.lifecycle.fall_out(member, EngineState.LOST, str(error), now_s)
         else:

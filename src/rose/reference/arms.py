@@ -16,7 +16,7 @@ from typing import Any
 
 import attrs
 
-from rose.errors import EngineLostError
+from rose.errors import EngineError, EngineLostError
 from rose.observe.latency import Slo
 from rose.observe.metrics import MetricsLog
 from rose.observe.rollout import TrajectoryTime, completion_s
@@ -44,6 +44,7 @@ from rose.reference.trajectory import Trajectory, account, derive_seed, plan_gro
 from rose.types import EngineId, EngineKind, Exactly
 
 _UNCAPPED = 1_000_000
+_DOMINANT = 0.9
 
 
 @attrs.frozen(kw_only=True)
@@ -60,7 +61,10 @@ class StepResult:
 
 @attrs.frozen(kw_only=True)
 class ArmResult:
-    """What an arm gave. Success is ``None`` where it was not measured; accounts are the pool's, by engine."""
+    """What an arm gave. Success is ``None`` where it was not measured.
+
+    Accounts are the pool's, by engine, of the steps alone: evaluations run on every engine and take no modelled time.
+    """
 
     name: str
     started_s: float
@@ -130,14 +134,14 @@ class Job:
         async with self.pool(has_borrowed=has_borrowed) as pool:
             exact = [await self._publish(pool, name, 0, "learn", config.learn_lr) is not None]
             success_first = await self._evaluate(pool, f"{name}-before")
-            started_s = self.fleet.clock.now()
+            before, started_s = pool.accounts(), self.fleet.clock.now()
             await self.site.begin(name)
             steps = []
             for step in range(1, config.steps + 1):
                 steps.append(await self._step(pool, name, step))
                 exact.append(steps[-1].version is not None)
             serving = await self.site.end(self.slo)
-            ended_s = self.fleet.clock.now()
+            accounts, ended_s = accounts_since(before, pool.accounts()), self.fleet.clock.now()
             success_last = await self._evaluate(pool, f"{name}-after")
             return ArmResult(
                 name=name,
@@ -148,14 +152,14 @@ class Job:
                 success_first=success_first,
                 success_last=success_last,
                 is_bit_exact=all(exact),
-                accounts=pool.accounts(),
+                accounts=accounts,
             )
 
     async def rollout_arm(self, name: str, num_steps: int, *, has_borrowed: bool, is_capped: bool = True) -> ArmResult:
         """Run rollout steps alone, at the weights that the engines hold."""
         self.progress.begin_arm(name, num_steps)
         async with self.pool(has_borrowed=has_borrowed, is_capped=is_capped) as pool:
-            await pool.sync_weights(self.fleet.relay)
+            await self._sync(pool)
             started_s = self.fleet.clock.now()
             await self.site.begin(name)
             steps = []
@@ -250,7 +254,7 @@ class Job:
     async def _publish(self, pool: RolloutPool, run: str, step: int, phase: str, lr: float) -> VersionRecord | None:
         """Publish the learner's weights and bring every engine to them; ``None`` if any engine's bits differ."""
         published = await self.learner.publish(run=run, address=self.fleet.relay.address(), is_anchor=step == 0)
-        report = await pool.sync_weights(self.fleet.relay)
+        report = await self._sync(pool)
         is_exact = not report.errors and await self._engines_match(report)
         record = _version_record(published, report, n=step, phase=phase, lr=lr)
         self.metrics.write(
@@ -261,6 +265,19 @@ class Job:
             **attrs.asdict(record),
         )
         return record if is_exact else None
+
+    async def _sync(self, pool: RolloutPool) -> SyncReport:
+        """Bring the engines to the newest weights.
+
+        Raises:
+            EngineError: No dedicated engine took them, so that turns would wait for ever.
+        """
+        report = await pool.sync_weights(self.fleet.relay)
+        failures = [report.errors.get(engine.engine_id) for engine in self.fleet.dedicated]
+        if all(failure is not None for failure in failures):
+            message = f"no dedicated engine took the new weights: {failures[0]}"
+            raise EngineError(message)
+        return report
 
     async def _engines_match(self, report: SyncReport) -> bool:
         wanted = await self.learner.state_checksums()
@@ -298,7 +315,25 @@ def _version_record(
     )
 
 
-_DOMINANT = 0.9
+def accounts_since(
+    before: Mapping[EngineId, EngineAccount], now: Mapping[EngineId, EngineAccount]
+) -> dict[EngineId, EngineAccount]:
+    """Return what each engine did between two readings of a pool's accounts."""
+    return {
+        engine_id: later if (earlier := before.get(engine_id)) is None else _difference(later, earlier)
+        for engine_id, later in now.items()
+    }
+
+
+def _difference(later: EngineAccount, earlier: EngineAccount) -> EngineAccount:
+    return EngineAccount(
+        kind=later.kind,
+        num_attempts=later.num_attempts - earlier.num_attempts,
+        num_tokens=later.num_tokens - earlier.num_tokens,
+        num_ended={end: count - earlier.num_ended[end] for end, count in later.num_ended.items()},
+        num_rerouted=later.num_rerouted - earlier.num_rerouted,
+        busy_s=later.busy_s - earlier.busy_s,
+    )
 
 
 def borrowed_accounts(result: ArmResult) -> list[EngineAccount]:

@@ -14,12 +14,13 @@ import os
 import tempfile
 import time
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import attrs
 
-from rose.errors import ConfigError
+from rose.errors import BackendUnavailableError, ConfigError, EngineLostError
 from rose.observe.latency import Slo
 from rose.observe.live import LiveState, LiveView
 from rose.observe.metrics import MetricsLog
@@ -39,6 +40,7 @@ from rose.reference.progress import Progress
 from rose.reference.serving_site import ServingSite
 
 _MAX_OUTPUT_TOKENS = 2048
+_LIBRARIES = ("vllm", "torch", "transformers", "gymnasium", "matplotlib")
 _CLIENT_NICENESS = 5  # engines go before their clients; for this thread alone
 
 
@@ -58,6 +60,8 @@ async def run_demo(config: DemoConfig, *, view: LiveView) -> DemoResult:
         TransportError: The relay's port is taken.
         BackendUnavailableError: vLLM, torch or matplotlib is not installed.
     """
+    os.environ.setdefault("MALLOC_ARENA_MAX", "2")  # a dozen processes; their arenas would be gigabytes
+    check_libraries()
     check_profiles(config)
     environment = load_environment(config.env)
     load = _plan_load(config)
@@ -85,6 +89,18 @@ async def run_demo(config: DemoConfig, *, view: LiveView) -> DemoResult:
         os.nice(_CLIENT_NICENESS)
         record = await _run_watched(job, load)
     return _write(record, out)
+
+
+def check_libraries() -> None:
+    """Refuse to start without a library that some process of the demo will need.
+
+    Raises:
+        BackendUnavailableError: Names what is missing and the extra that brings it.
+    """
+    missing = [name for name in _LIBRARIES if find_spec(name) is None]
+    if missing:
+        message = f"the demo needs {', '.join(missing)}, not installed here; run: pip install 'rose-rl[demo]'"
+        raise BackendUnavailableError(message)
 
 
 def _plan_load(config: DemoConfig) -> ServingLoad:
@@ -198,7 +214,10 @@ async def _run_arms(job: Job, load: ServingLoad) -> RunRecord:
 
 
 async def _take_logs(job: Job, since_s: float) -> FleetLogs:
-    own = {engine.engine_id: await engine.step_log(since_s) for engine in job.fleet.engines}
+    own = {}
+    for engine in job.fleet.engines:
+        with contextlib.suppress(EngineLostError):  # the report says whose turns are missing
+            own[engine.engine_id] = await engine.step_log(since_s)
     return FleetLogs.read({**own, **await job.site.step_logs(since_s)}, job.fleet.devices)
 
 

@@ -191,7 +191,7 @@ class DemoConfig:
     learn_minibatches: int = attrs.field(default=4, validator=_integer(1, "for example 2"))
     sparse_minibatches: int = attrs.field(default=1, validator=_integer(1, "for example 1"))
     fixed_rollout_share: float = attrs.field(default=0.869, validator=_between_zero_and_one("the paper reports 0.869"))
-    ungated_steps: int = attrs.field(default=2, validator=_integer(0, "0 leaves the ungated arm out"))
+    ungated_steps: int = attrs.field(default=3, validator=_integer(0, "0 leaves the ungated arm out"))
     uncapped_steps: int = attrs.field(default=1, validator=_integer(0, "0 leaves the uncapped arm out"))
 
     @property

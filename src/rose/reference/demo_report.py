@@ -15,11 +15,12 @@ from rose.observe.summary import BorrowedFigures, RunFigures, ServingFigures, bu
 from rose.observe.timeline import Timeline, busy_shares
 from rose.reference.arms import ArmResult, borrowed_accounts
 from rose.reference.demo_config import DemoConfig
+from rose.reference.load import HORIZON_S
 from rose.types import DeviceId, EngineId, HopEnd
 
 _BIN_S = 0.25
 _WINDOW_S = 12.0
-_BEST_FIXED_SEQUENCE = 0.40
+_BEST_FIXED_SEQUENCE = 0.40  # of all sequences of moves the one that solves most of the 128 default held-out maps
 _SERVING = "serving"
 _ROLLOUT = "rollout"
 
@@ -42,9 +43,10 @@ class EngineLog:
 
 @attrs.frozen
 class FleetLogs:
-    """The turns of every engine in one arm."""
+    """The turns of every engine in one arm, and the engines that were lost with theirs."""
 
     engines: Mapping[EngineId, EngineLog]
+    lost: tuple[EngineId, ...] = ()
 
     @classmethod
     def read(
@@ -59,7 +61,8 @@ class FleetLogs:
                     steps=tuple(_record(row) for row in steps),
                 )
                 for engine, steps in rows.items()
-            }
+            },
+            lost=tuple(engine for engine in devices if engine not in rows),
         )
 
     def device_s(self, lane: str, devices: Sequence[DeviceId]) -> float:
@@ -111,10 +114,21 @@ class RunRecord:
 
     def serving_of(self, name: str) -> ServingFigures:
         """Return one arm's serving figures, paired with the fixed arm's requests."""
-        arm, alone = self.arms[name], self.arms["fixed"]
+        arm, alone = self.arms[name], self.arms["fixed"].serving.records
+        records, figures = (
+            arm.serving.records,
+            summarise(arm.serving.records, self.slo, num_unanswered=arm.serving.num_unanswered),
+        )
+        if name == "fixed":
+            return ServingFigures(latency=figures)
+        on_ungated = None
+        if name == "rose" and "ungated" in self.arms:
+            both = {(request.device, request.index) for request in self.arms["ungated"].serving.records}
+            on_ungated = paired_delay_ms(
+                alone, [request for request in records if (request.device, request.index) in both]
+            )
         return ServingFigures(
-            latency=summarise(arm.serving.records, self.slo, num_unanswered=arm.serving.num_unanswered),
-            added_delay=None if arm is alone else paired_delay_ms(alone.serving.records, arm.serving.records),
+            latency=figures, added_delay=paired_delay_ms(alone, records), added_delay_on_ungated=on_ungated
         )
 
 
@@ -159,7 +173,14 @@ def _problems(record: RunRecord) -> list[str]:
                     f"pacing disturbed in {name}: {engine} is late by {report.late_p99_s * 1e3:.1f} ms (P99) of a median "
                     f"step of {report.median_step_s * 1e3:.1f} ms, rate error {report.rate_error:.1%}; repeat the run"
                 )
+        problems += [
+            f"{engine} was lost in {name} or before, what it did is not known; repeat the run" for engine in logs.lost
+        ]
     for name, arm in record.arms.items():
+        if arm.serving.duration_s > HORIZON_S:
+            problems.append(
+                f"{name} took {arm.serving.duration_s:.0f} s, its serving load ends after {HORIZON_S:g} s; run fewer steps"
+            )
         problems += [f"{name} step {step.step} lost trajectories" for step in arm.steps if not step.is_whole]
     return problems
 
@@ -205,12 +226,17 @@ def build_report(record: RunRecord, summary: Mapping[str, Any], timeline: Timeli
         busy=_busy(record),
         latency=_latency(record),
         steps={arm.name: _steps(arm) for arm in (fixed, rose)},
-        reference_success=_BEST_FIXED_SEQUENCE if config.env == DemoConfig().env else None,
+        reference_success=_BEST_FIXED_SEQUENCE if _plays_the_default_maps(config) else None,
         versions=tuple(step.version for step in rose.steps if step.version is not None),
         completion_s={arm.name: completion_s(arm.steps[middle].times) for arm in (fixed, rose)},
         completion_step=middle + 1,
         assumptions=_assumptions(record),
     )
+
+
+def _plays_the_default_maps(config: DemoConfig) -> bool:
+    default = DemoConfig()
+    return (config.env, config.num_eval_maps) == (default.env, default.num_eval_maps)
 
 
 def _strips(record: RunRecord, timeline: Timeline) -> tuple[DeviceStrip, ...]:

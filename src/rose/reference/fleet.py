@@ -21,7 +21,8 @@ from rose.backends.vllm import VllmEngine, VllmOptions
 from rose.coserving.ledger import Ledger
 from rose.coserving.lender import Lender
 from rose.errors import ConfigError
-from rose.policies.admission import Mode
+from rose.interfaces.device import StepWork
+from rose.policies.admission import AdmissionConfig, Mode, Slo, arrival_reserve_s
 from rose.pool import Borrower, RolloutPool
 from rose.reference.demo_config import DemoConfig
 from rose.types import DeviceId, EngineId, JobId
@@ -35,7 +36,7 @@ _DEVICE_BYTES = 80e9
 _USABLE_FRACTION = 0.9
 _JOB = JobId("demo")
 _HEADROOM_BYTES = 2 << 30
-_ROLLOUT_SEQS = 64
+_MIN_ROLLOUT_SEQS = 64
 _SERVING_SEQS = 256
 
 
@@ -51,15 +52,19 @@ class Models:
 
 
 def check_profiles(config: DemoConfig) -> None:
-    """Refuse profiles that are not known.
+    """Refuse profiles that are not known, and an SLO that the serving profile leaves no room in.
 
     Raises:
-        ConfigError: Names the field and the known profiles.
+        ConfigError: Names the field and what to do.
     """
     for field in ("serving_profile", "rollout_profile"):
         if (name := getattr(config, field)) not in PROFILES:
             message = f"{field} = {name!r} is no known profile; choose one of {', '.join(sorted(PROFILES))}"
             raise ConfigError(message)
+    slo = Slo(ttft_s=config.slo_ttft_ms / 1e3, tpot_s=config.slo_tpot_ms / 1e3)
+    chunk = StepWork(num_prefill_tokens=SERVING_CHUNK_TOKENS, prefill_positions=SERVING_CHUNK_TOKENS**2 / 2)
+    chunk_s = PROFILES[config.serving_profile].step_s(chunk)
+    arrival_reserve_s(AdmissionConfig(slo=slo), chunk_s, SERVING_CHUNK_TOKENS, f"slo_tpot_ms = {config.slo_tpot_ms:g}")
 
 
 @attrs.define
@@ -85,36 +90,32 @@ class Fleet:
         try:
             clock = PacedClock.create(root / "clock", k=config.k)
             clock.freeze()
+            names = [DeviceId(f"shared{i}") for i in range(config.num_borrowed)]
+            ledgers = {name: Ledger.create(root / f"{name}.ledger") for name in names}
             relay = MemoryTransport()
             relay.serve(port=config.port)
         except BaseException:
             shutil.rmtree(root)
             raise
-        names = [DeviceId(f"shared{i}") for i in range(config.num_borrowed)]
-        ledgers = {name: Ledger.create(root / f"{name}.ledger") for name in names}
         return cls(root, clock, relay, ledgers, Lender(ledgers, clock, mode=Mode(config.admission)))
 
     async def start(self, config: DemoConfig, models: Models) -> None:
-        """Start the rollout engines, two at a time."""
-        dedicated = [
-            self._rollout_options(config, models, f"dedicated{i}", _own_device(i), "alone")
-            for i in range(config.num_dedicated)
-        ]
-        borrowed = [
-            self._rollout_options(config, models, f"borrowed{i}", device, "rollout")
-            for i, device in enumerate(self.ledgers)
-        ]
+        """Start the rollout engines, two at a time. When one does not start, ``close`` ends those that did."""
+
+        def engine(name: str, device: DeviceId, role: str) -> VllmEngine:
+            return VllmEngine(self._rollout_options(config, models, name, device, role), clock=self.clock)
+
+        self.dedicated = [engine(f"dedicated{i}", _own_device(i), "alone") for i in range(config.num_dedicated)]
+        self.borrowed = [engine(f"borrowed{i}", device, "rollout") for i, device in enumerate(self.ledgers)]
         gate = asyncio.Semaphore(2)
 
-        async def start_one(options: VllmOptions) -> VllmEngine:
+        async def start_one(engine: VllmEngine) -> None:
             async with gate:
-                return await VllmEngine.create(options, clock=self.clock)
+                await engine.start()
 
         async with asyncio.TaskGroup() as group:
-            own = [group.create_task(start_one(options)) for options in dedicated]
-            lent = [group.create_task(start_one(options)) for options in borrowed]
-        self.dedicated = [task.result() for task in own]
-        self.borrowed = [task.result() for task in lent]
+            for each in self.engines:
+                group.create_task(start_one(each))
 
     def serving_options(self, config: DemoConfig, models: Models) -> list[VllmOptions]:
         """Return the options of the serving engines, one a shared device."""
@@ -131,7 +132,7 @@ class Fleet:
                 kv_cache_bytes=num_blocks * BLOCK_TOKENS * models.serving_kv_bytes,
                 block_size=BLOCK_TOKENS,
                 seed=config.seed,
-                rose=self._settings(config, _serving_engine(i), device, "serving", config.serving_profile, 1),
+                rose=self._settings(config, device, "serving", config.serving_profile, 1),
             )
             for i, device in enumerate(self.ledgers)
         ]
@@ -146,19 +147,18 @@ class Fleet:
             engine_id=EngineId(name),
             model=str(models.policy),
             max_model_len=models.policy_max_len,
-            max_num_seqs=_ROLLOUT_SEQS,
+            max_num_seqs=max(_MIN_ROLLOUT_SEQS, -(-config.num_groups * config.group_size // config.num_dedicated)),
             kv_cache_bytes=num_blocks * BLOCK_TOKENS * models.policy_kv_bytes,
             block_size=BLOCK_TOKENS,
             seed=config.seed,
-            rose=self._settings(config, name, device, role, config.rollout_profile, config.tokens_per_token),
+            rose=self._settings(config, device, role, config.rollout_profile, config.tokens_per_token),
         )
 
     def _settings(
-        self, config: DemoConfig, name: str, device: DeviceId, role: str, profile: str, tokens_per_token: int
+        self, config: DemoConfig, device: DeviceId, role: str, profile: str, tokens_per_token: int
     ) -> Mapping[str, Any]:
         settings: dict[str, Any] = {
             "role": role,
-            "name": name,
             "log_steps": True,
             "device": {
                 "kind": "paced",

@@ -95,6 +95,12 @@ def _window(arrivals: Sequence[Arrival], start_s: float, rate_rps: float) -> tup
         return laps * lap_s + arrivals[index].at_s - arrivals[first].at_s
 
     num_calibrated = max(_MIN_REQUESTS, round(rate_rps * _CALIBRATION_S))
+    if not at_s(num_calibrated) > 0:
+        message = (
+            f"{num_calibrated} requests of the trace come at the same time, {start_s:g} s into it, so that no rate can "
+            "be made of them; choose another rate_rps or trace_offset_s, or a trace with finer times"
+        )
+        raise ConfigError(message)
     stretch = num_calibrated / rate_rps / at_s(num_calibrated)
     times_s = takewhile(lambda time_s: time_s < HORIZON_S, (at_s(i) * stretch for i in count()))
     return tuple(attrs.evolve(arrivals[(first + i) % num_arrivals], at_s=time_s) for i, time_s in enumerate(times_s))

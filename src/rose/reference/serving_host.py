@@ -8,8 +8,8 @@ Requests (JSON lines, answered in order, see ``rose.reference.worker_process``)
     2. ``{"do": "replay", "label": text, "arrivals": [[[at_s, prompt_tokens, output_tokens], ...] a device], "vocab_size": n}``
        begins an arm: its time starts now, on the paced clock.
     3. ``{"do": "progress"}`` answers the latest TTFTs and TPOTs.
-    4. ``{"do": "stop"}`` ends the arm: requests in flight are cut off; answers every request that has a token, and how many
-       waited for their first one.
+    4. ``{"do": "stop"}`` ends the arm: requests in flight are cut off; answers every request that has a token, how long the
+       others waited for their first one, and how many failed (those are in neither list).
     5. ``{"do": "step_logs", "since_s": t}`` answers each engine's device turns since then.
 
 Invariants: times are the paced clock's, counted from the arm's start; token ids are drawn anew for every arm, so that no arm
@@ -34,7 +34,7 @@ from rose.backends.vllm import VllmEngine, VllmOptions
 from rose.errors import EngineError, RoseError
 from rose.reference.trajectory import derive_seed
 from rose.reference.worker_process import take_over_stdout
-from rose.types import EngineRequest, RequestId, Sampling
+from rose.types import EngineRequest, FinishReason, RequestId, Sampling
 
 _RECENT = 400
 _FIRST_WORD = 3
@@ -51,6 +51,7 @@ class _Answer:
     device: str
     arrived_s: float
     is_finished: bool = False
+    is_failed: bool = False
     token_times_s: list[float] = attrs.field(factory=list)
 
     def kept_times_s(self) -> list[float]:
@@ -77,7 +78,6 @@ class _Replay:
         self._tasks: set[asyncio.Task[None]] = set()
         self.answers: list[_Answer] = []
         self.recent: deque[_Answer] = deque(maxlen=_RECENT)
-        self.num_failed = 0
 
     def begin(self, arrivals: Sequence[Sequence[Arrival]]) -> None:
         for engine, list_ in zip(self._engines, arrivals, strict=True):
@@ -107,24 +107,27 @@ class _Replay:
             async with contextlib.aclosing(engine.generate(request)) as chunks:  # type: ignore[type-var]
                 async for chunk in chunks:
                     answer.token_times_s += [self._clock.now() - self._start_s] * len(chunk.token_ids)
-            answer.is_finished = True
-            self.recent.append(answer)
+                    answer.is_finished = chunk.finish_reason is FinishReason.LENGTH
         except EngineError:
-            self.num_failed += 1
+            answer.is_finished = False
+        answer.is_failed = not answer.is_finished
+        if answer.is_finished:
+            self.recent.append(answer)
 
     async def stop(self) -> dict[str, Any]:
         ended_s = self._clock.now() - self._start_s
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        whole = [answer for answer in self.answers if not answer.is_failed]
         return {
             "duration_s": ended_s,
             "num_sent": [sum(answer.device == engine.engine_id for answer in self.answers) for engine in self._engines],
-            "num_failed": self.num_failed,
-            "waited_s": [ended_s - answer.arrived_s for answer in self.answers if not answer.token_times_s],
+            "num_failed": len(self.answers) - len(whole),
+            "waited_s": [ended_s - answer.arrived_s for answer in whole if not answer.token_times_s],
             "answers": [
                 [answer.index, answer.device, answer.arrived_s, answer.kept_times_s()]
-                for answer in self.answers
+                for answer in whole
                 if answer.token_times_s
             ],
         }
@@ -141,9 +144,13 @@ class _Host:
     @classmethod
     async def start(cls, clock: str, engines: Sequence[dict[str, Any]]) -> Self:
         paced_clock = PacedClock(clock)
-        starts = (VllmEngine.create(VllmOptions(**options), clock=paced_clock) for options in engines)
-        started = await asyncio.gather(*starts)
-        return cls(paced_clock, started)
+        host = cls(paced_clock, [VllmEngine(VllmOptions(**options), clock=paced_clock) for options in engines])
+        try:
+            await asyncio.gather(*(engine.start() for engine in host._engines))
+        except BaseException:
+            await host.close()
+            raise
+        return host
 
     async def handle(self, do: str, **arguments: Any) -> Any:
         return await getattr(self, f"do_{do}")(**arguments)

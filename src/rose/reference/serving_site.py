@@ -15,6 +15,8 @@ from rose.reference.load import ServingLoad
 from rose.reference.worker_process import WorkerProcess
 from rose.types import EngineId
 
+_CLOSE_TIMEOUT_S = 30.0
+
 
 @attrs.frozen(kw_only=True)
 class ServingArm:
@@ -57,7 +59,9 @@ class ServingSite:
         try:
             await process.ask({"clock": str(clock_path), "engines": options})
         except BaseException:
-            process.kill()
+            await process.close(
+                timeout_s=_CLOSE_TIMEOUT_S
+            )  # a host that is killed leaves engines that are still loading
             raise
         return cls(process, load, vocab_size=vocab_size)
 
@@ -95,4 +99,4 @@ class ServingSite:
 
     async def close(self) -> None:
         """End the engines and their process."""
-        await self._process.close(timeout_s=30.0)
+        await self._process.close(timeout_s=_CLOSE_TIMEOUT_S)

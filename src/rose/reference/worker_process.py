@@ -7,7 +7,9 @@ Life cycle
     4. [PARENT] ``close`` closes the child's standard input; the child ends by itself, or is ended after ``timeout_s``.
 
 Invariants: every answer goes to the oldest unanswered question; when the child ends, all unanswered and all later questions
-fail with its name, its exit code and its last error lines; a cancelled question never shifts the answers of the others.
+fail with its name, its exit code and its last error lines, also when its own children live on and hold its pipes open; a
+cancelled question never shifts the answers of the others. A child is in a process group of its own: an interrupt from the
+terminal reaches the parent alone, which closes it.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from typing import Any, TextIO, cast
 from rose.errors import RoseError
 
 _NUM_KEPT_ERROR_LINES = 20
+_LAST_WORDS_S = 0.5
 
 
 class WorkerProcess(asyncio.SubprocessProtocol):
@@ -53,6 +56,7 @@ class WorkerProcess(asyncio.SubprocessProtocol):
         _, worker = await loop.subprocess_exec(
             lambda: cls(name, error_type),
             *(sys.executable, "-m", module, *arguments),
+            process_group=0,
             env={**os.environ, "PYTHONPATH": paths, **(environ or {})},
         )
         return worker
@@ -121,7 +125,12 @@ class WorkerProcess(asyncio.SubprocessProtocol):
         *lines, rest = self._unread.split(b"\n")
         self._unread = bytearray(rest)
         for line in lines:
-            self._answer(json.loads(line))
+            self._answer(line)
+
+    def process_exited(self) -> None:
+        """Give the last output a moment, then wait no longer for the pipes (called by the event loop)."""
+        if self._transport is not None:
+            asyncio.get_running_loop().call_later(_LAST_WORDS_S, self._transport.close)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Fail whatever is still unanswered (called by the event loop after the last output)."""
@@ -132,8 +141,13 @@ class WorkerProcess(asyncio.SubprocessProtocol):
             if not future.done():
                 future.set_exception(self._error_type(self._death_notice()))
 
-    def _answer(self, reply: Mapping[str, Any]) -> None:
-        future = self._waiting.popleft()
+    def _answer(self, line: bytearray) -> None:
+        try:
+            reply, future = json.loads(line), self._waiting.popleft()
+        except (ValueError, IndexError):  # no answer, or none was asked for: nothing that follows can be trusted
+            self._error_text += b"it wrote to its answers: " + line[:200] + b"\n"
+            self.kill()
+            return
         if future.done():
             return
         if "error" in reply:

@@ -30,7 +30,7 @@ class Attempt:
 
     Attributes:
         version: The version it would make.
-        number: How many attempts at this version came before.
+        number: How many publishes each rank has begun before, failed ones included; the same on every rank.
         pointer_before: What the pointer held at the start.
         base_key: Manifest key of the version that changes are taken against; ``None`` for the first of a run.
         is_anchor_due: Whether full weights are to be put beside the changes.

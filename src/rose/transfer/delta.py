@@ -63,21 +63,6 @@ def digest(bits: Bits | bytes | memoryview) -> str:
     return str(xxhash.xxh3_128_hexdigest(byte_view(bits) if isinstance(bits, np.ndarray) else bits))
 
 
-def changed(new: Bits, old: Bits) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Return the flat positions (int64, ascending) whose bit patterns differ.
-
-    Args:
-        new: Unsigned-integer bit patterns of any shape.
-        old: The same shape and type.
-    """
-    flat_new, flat_old = new.reshape(-1), old.reshape(-1)
-    found = [np.empty(0, dtype=np.int64)]
-    for start in range(0, flat_new.size, _BLOCK_ELEMENTS):
-        block = slice(start, start + _BLOCK_ELEMENTS)
-        found.append(np.flatnonzero(flat_new[block] != flat_old[block]) + start)
-    return np.concatenate(found)
-
-
 def encode(new: Bits, old: Bits | None) -> EncodedCell:
     """Encode a cell in whichever form has fewer bytes.
 

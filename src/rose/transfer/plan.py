@@ -40,50 +40,17 @@ class Cell:
     targets: tuple[str, ...]
 
 
-@attrs.frozen(kw_only=True)
-class Plan:
-    """All cells of a model. Every element of every tensor is in exactly one."""
-
-    cells: tuple[Cell, ...]
-
-    def of_source(self, rank: int) -> tuple[Cell, ...]:
-        """Return what a trainer rank sends."""
-        return tuple(cell for cell in self.cells if cell.source_rank == rank)
-
-    def for_target(self, layout_id: str, rank: int) -> tuple[Cell, ...]:
-        """Return what an engine rank fetches."""
-        return tuple(cell for cell in self.cells if f"{layout_id}/{rank}" in cell.targets)
-
-
-def plan_cells(
-    tensors: Mapping[str, TensorSpec],
-    source_layouts: Sequence[Mapping[str, ShardSpec]],
-    targets: Sequence[TargetLayout] = (),
-    aliases: Mapping[str, str] | None = None,
-) -> Plan:
-    """Cut every trainer rank's boxes along what the engines need.
-
-    Args:
-        tensors: Every tensor of the model.
-        source_layouts: Per trainer rank, the box it holds of each tensor; a box may be empty or absent.
-        targets: The layouts of the engines, if known.
-        aliases: Tied names of the trainer: alias -> name in ``tensors``.
-
-    Raises:
-        LayoutMismatchError: The sources do not cover each element exactly once, or a target does not fit; names all tensors.
-    """
-    check_sources(tensors, source_layouts)
-    check_targets(tensors, targets, aliases or {})
-    cells = [
-        cell for rank, layout in enumerate(source_layouts) for cell in plan_source(rank, layout, targets, aliases or {})
-    ]
-    return Plan(cells=tuple(cells))
-
-
 def plan_source(
     rank: int, layout: Mapping[str, ShardSpec], targets: Sequence[TargetLayout], aliases: Mapping[str, str]
 ) -> tuple[Cell, ...]:
-    """Return the cells of one trainer rank; needs no other rank's layout."""
+    """Cut one trainer rank's boxes along what the engines need; over all ranks every element is in exactly one cell.
+
+    Args:
+        rank: The trainer rank; it needs no other rank's layout.
+        layout: The box it holds of each tensor; a box may be empty.
+        targets: The layouts of the engines, if known.
+        aliases: Tied names of the trainer: alias -> the tensor whose bits it shares.
+    """
     needs = _needs(targets, aliases)
     cells: list[Cell] = []
     for name, box in layout.items():

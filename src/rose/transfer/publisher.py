@@ -6,7 +6,8 @@ Invariants:
 * A version becomes visible only whole: every rank's part is there and together they cover every tensor exactly once.
 * A rank compares with the bits of the last *visible* version. After a failed or uncertain publish it finds out from the
   pointer which that is, and sends whole cells when it does not have them; the version number of a failed publish is reused.
-* Keys are written once: an attempt has a number of its own in its keys.
+* Keys are written once: an attempt has its number in its keys. It counts the calls of ``publish``, so that the ranks meet
+  again after any one of them failed, wherever it failed.
 
 Life cycle of one version (the subscriber has steps 5 to 7). All ranks call ``publish`` together, like a collective, but
 none runs inside: ranks meet only through the transport.
@@ -16,7 +17,7 @@ none runs inside: ranks meet only through the transport.
 3. [RANK 0] wait for every part, check coverage, put the manifest (and an anchor beside it when due), move the pointer.
 4. [EVERY RANK] once the pointer shows the version: keep its bits as the new base, retire what no engine can need.
 
-A rank that fails says so under a key that the others watch, so that they fail at once too. A run name stands for one
+A rank that fails after step 1 says so under a key that the others watch, so that they fail at once too. A run name stands for one
 launch of the trainer; a restarted trainer takes a new name.
 """
 
@@ -24,12 +25,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import time
 from collections.abc import Mapping, Sequence
 
 import attrs
 
-from rose.errors import LayoutMismatchError, TransferError, VersionConflictError
+from rose.errors import LayoutMismatchError, TransferError, TransportError, VersionConflictError
 from rose.interfaces.trainer import ShardSpec, Trainer
 from rose.interfaces.transport import Transport
 from rose.transfer.attempt import Attempt, announce_failure, await_pointer, gather_parts
@@ -42,6 +44,7 @@ from rose.transfer.plan import check_sources, check_targets, plan_source
 from rose.transfer.relay import POINTER, read_manifest, version_of_key
 from rose.types import WeightVersion
 
+_logger = logging.getLogger(__name__)
 _GRACE_S = 2.0
 """How much longer the other ranks wait, so that rank 0 is the one to time out and can say whose part is missing."""
 
@@ -133,7 +136,7 @@ class Publisher:
         self._published_key: str | None = None
         self._anchor_n = -1
         self._anchor_key: str | None = None
-        self._unfinished: Attempt | None = None
+        self._num_attempts = 0
         self._checked_layouts: list[Mapping[str, ShardSpec]] = []
         self._keys_by_n: dict[int, list[str]] = {}
 
@@ -143,8 +146,14 @@ class Publisher:
         return None if self._published_key is None else version_of_key(self._published_key)
 
     async def publish(self, *, anchor: bool = False) -> PublishReport:
-        """Do ``publish_sync`` in a thread. The weights must not change until it returns."""
-        return await asyncio.to_thread(self.publish_sync, anchor=anchor)
+        """Do ``publish_sync`` in a thread. The weights must not change until it returns, so a cancelled call ends only with it."""
+        work = asyncio.ensure_future(asyncio.to_thread(self.publish_sync, anchor=anchor))
+        try:
+            return await asyncio.shield(work)
+        except asyncio.CancelledError:
+            await asyncio.wait({work})
+            work.exception()
+            raise
 
     def publish_sync(self, *, anchor: bool = False) -> PublishReport:
         """Publish the weights as the next version; returns when it is visible. Call it on every rank.
@@ -177,15 +186,16 @@ class Publisher:
             announce_failure(self._transport, attempt, self._trainer.rank, error)
             raise
         self._encoder.commit(shards)
-        is_first = self._published_key is None
-        self._published_key, self._unfinished = attempt.manifest_key, None
-        if is_first or attempt.is_anchor_due:
+        self._published_key = attempt.manifest_key
+        if attempt.base_key is None or attempt.is_anchor_due:
             self._anchor_n = attempt.version.n
         self._retire(attempt.version.n)
         return self._report(attempt, outcome, time.monotonic() - started)
 
     def _begin(self, *, anchor: bool, deadline_s: float) -> Attempt:
         """Read the pointer and decide what is attempted; every rank decides alike."""
+        number = self._num_attempts
+        self._num_attempts += 1
         found = self._transport.read_pointer(self._pointer)
         newest = None if found is None else version_of_key(found)
         is_own = newest is not None and newest.run == self._run
@@ -196,16 +206,14 @@ class Publisher:
             self._encoder.forget()
         last = newest if is_own else self.version  # a store that has lost everything does not make versions go back
         version = WeightVersion(self._run, 0 if last is None else last.n + 1)
-        before = self._unfinished
-        self._unfinished = Attempt(
+        return Attempt(
             version=version,
-            number=before.number + 1 if before is not None and before.version == version else 0,
+            number=number,
             pointer_before=found,
             base_key=found if is_own else None,
             is_anchor_due=anchor or (self._anchor_every > 0 and version.n % self._anchor_every == 0),
             deadline_s=deadline_s,
         )
-        return self._unfinished
 
     def _put_part(self, attempt: Attempt, shards: Mapping[str, Bits]) -> Part:
         self._encoder.check(shards)
@@ -291,10 +299,17 @@ class Publisher:
             raise VersionConflictError(message)
 
     def _retire(self, newest_n: int) -> None:
-        """Delete this rank's blobs of versions that an anchor supersedes and that are older than the kept ones."""
+        """Delete this rank's blobs of versions that an anchor supersedes and that are older than the kept ones.
+
+        The version is visible by now: what cannot be deleted is left for the next time.
+        """
         old = [n for n in self._keys_by_n if n < self._anchor_n and n <= newest_n - self._keep]
-        for n in old:
-            self._transport.delete(self._keys_by_n.pop(n))
+        try:
+            for n in old:
+                self._transport.delete(self._keys_by_n[n])
+                del self._keys_by_n[n]
+        except TransportError as error:
+            _logger.warning("versions before %d could not be deleted: %s", self._anchor_n, error)
 
     def _report(self, attempt: Attempt, outcome: _Outcome, publish_s: float) -> PublishReport:
         item_bytes = {name: bits_dtype(spec.dtype).itemsize for name, spec in self._tensors.items()}

@@ -5,7 +5,8 @@ Invariants:
 * The sink is at exactly one version, at none yet (``version`` is ``None``), or fenced.
 * ``stage`` never touches the sink; a refused or dropped stage leaves everything as it was.
 * ``activate`` either reaches the target version, or refuses before the first write, or fences.
-* A fenced subscriber takes an update that starts with an anchor and nothing else; its activation is always verified.
+* A fenced subscriber takes an update that starts with an anchor and nothing else; its activation is always verified, as far
+  as the rank holds whole cells (it does where the publisher knows its layout).
 
 Life cycle of one update (steps 5 to 7 of a version's life; the publisher has steps 1 to 4):
 

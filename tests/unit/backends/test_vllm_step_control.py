@@ -126,7 +126,9 @@ def test_a_dedicated_step_takes_all_its_turns(tmp_path: Path) -> None:
     scheduler = fake_scheduler([request("a", prompt=4, computed=6, output=2)], [])
     control: Any = open_control(read_settings(settings_for(tmp_path, "alone", tokens_per_token=4)), scheduler)
     assert control.may_step(scheduler)
-    assert scheduler.max_num_scheduled_tokens == 1 + 512 // 4
+    assert scheduler.max_num_scheduled_tokens == 1 + 512, (
+        "a chunk in engine tokens is as long in each of the four turns"
+    )
     control.begin(scheduler, {"a": 1})
     control.finish(scheduler)
     control.publish(scheduler)

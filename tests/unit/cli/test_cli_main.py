@@ -106,7 +106,7 @@ def test_options_go_over_the_file(runner, tmp_path):
         (["demo", "--bogus"], ["--bogus", "rose demo --help"]),
         (["demo", "--step", "3"], ["--step"]),
         (["demo", "--steps", "x"], ["--steps", "'x' is not a whole number"]),
-        (["demo", "--steps", "0"], ["--steps must be", "got 0", "16"]),
+        (["demo", "--steps", "0"], ["--steps must be", "got 0", "12"]),
         (["demo", "--slo-ttft-ms", "0"], ["--slo-ttft-ms must be above 0", "got 0.0", "500"]),
         (["demo", "--slo-tpot-ms", "nan"], ["--slo-tpot-ms must be above 0", "got nan", "150"]),
         (["demo", "--rate", "fast"], ["--rate", "'fast' is not a number"]),
@@ -251,7 +251,8 @@ def test_the_command_loads_no_engine_library():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_ctrl_c_in_a_real_process_gives_a_line_and_no_traceback(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_in_a_real_process_gives_a_line_and_no_traceback(tmp_path, number):
     code = (
         "import asyncio, sys\nfrom rose.cli import demo, main\n"
         "async def run_demo(config, *, view):\n    print('up', flush=True)\n    await asyncio.sleep(60)\n"
@@ -262,7 +263,7 @@ def test_ctrl_c_in_a_real_process_gives_a_line_and_no_traceback(tmp_path):
     ) as process:
         assert process.stdout.readline() == "up\n"
         time.sleep(0.05)
-        os.kill(process.pid, signal.SIGINT)
+        os.kill(process.pid, number)
         _, err = process.communicate(timeout=30)
     assert process.returncode == 130
     assert err == "rose: interrupted\n"

@@ -288,3 +288,35 @@ def test_the_heartbeat_beats_without_steps(site: Any, serving: ServingGovernor) 
     while site.ledger.serving().heartbeat_s != 99.0:
         assert time.monotonic() < deadline, "no heartbeat in 5 s"
         time.sleep(0.01)
+
+
+def test_serving_does_not_wait_for_a_rollout_that_its_kv_use_keeps_out(site: Any, serving: ServingGovernor) -> None:
+    """Above the bound no compute is lent, so that leaving the device idle would only make its requests stay longer."""
+    site.grant()
+    governor = rollout_on(site)
+    crowded = ServingLoad(num_running=1, decoding=[("a", 50)], decode_context_tokens=100, kv_used_bytes=810)
+    serve_one(serving, site, crowded)
+    assert not governor.ask_rollout(WORK, nothing)
+    assert governor.last_hold is HoldReason.SERVING_KV
+    before_s = site.clock.now()
+    serve_one(serving, site, crowded)
+    assert site.turn.turns[-1][1] - before_s <= CONFIG.host_gap_s + 1e-9
+
+
+def test_requests_leave_nothing_behind_however_they_end(site: Any, serving: ServingGovernor) -> None:
+    """One token, an abort while waiting, a preemption: times of requests that are gone are forgotten."""
+    for name in ("one token", "aborted"):
+        serving.note_arrival(name)
+        serving.note_admitted(name)
+    assert site.ledger.serving().oldest_arrival_s == 10.0
+    site.clock.time_s = 20.0
+    serving.note_arrival("long")
+    serving.note_admitted("long")
+    serving.publish(ServingLoad(num_running=1, decoding=[("long", 1)]))
+    serving.publish(ServingLoad(num_running=0, waiting_ids=["long"]))
+    assert not math.isnan(site.ledger.serving().oldest_arrival_s), "a preempted request waits"
+    serving.publish(ServingLoad())
+    assert math.isnan(site.ledger.serving().oldest_arrival_s)
+    assert not serving._arrived_s
+    assert not serving._waiting_since_s
+    assert not serving._first_token_s

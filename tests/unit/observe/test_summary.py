@@ -24,7 +24,17 @@ LATENCY_KEYS = {
     "requests", "ttft_p50_ms", "ttft_p90_ms", "ttft_p99_ms", "tpot_p50_ms", "tpot_p99_ms", "itl_p99_ms",
     "violations_fraction",
 }  # fmt: skip
-PHASE_KEYS = {"lr", "versions", "changed_fraction", "codec", "bytes_dense", "bytes_sent", "stage_s", "pause_s"}
+PHASE_KEYS = {
+    "lr",
+    "versions",
+    "changed_fraction",
+    "codec",
+    "versions_by_codec",
+    "bytes_dense",
+    "bytes_sent",
+    "stage_s",
+    "pause_s",
+}
 
 
 def latency(**changes):
@@ -82,10 +92,12 @@ def test_each_phase_has_figures_of_its_own():
     assert phases["sparse"]["changed_fraction"] == pytest.approx(0.038)
 
 
-def test_a_phase_of_several_codecs_is_mixed():
+def test_a_phase_has_the_codec_of_most_of_its_versions_and_counts_all():
     one = versions()[0]
-    summary = build_summary(figures(versions=(one, attrs.evolve(one, n=2, codec="sparse"))))
-    assert summary["sync"]["phases"]["learn"]["codec"] == "mixed"
+    others = [attrs.evolve(one, n=n, codec="sparse") for n in (2, 3)]
+    phase = build_summary(figures(versions=(one, *others)))["sync"]["phases"]["learn"]
+    assert phase["codec"] == "sparse"
+    assert phase["versions_by_codec"] == {one.codec: 1, "sparse": 2}
 
 
 @pytest.mark.parametrize(

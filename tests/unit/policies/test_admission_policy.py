@@ -102,12 +102,15 @@ def test_the_deadline_is_the_nearest_of_gap_and_paces() -> None:
 
 
 def test_serving_yields_only_to_whom_it_helps() -> None:
-    assert should_yield(Mode.SLO, BUSY, NOW_S + 0.001, 0.015, NOW_S)
-    assert not should_yield(Mode.SLO, BUSY, NOW_S - 0.001, 0.015, NOW_S), "nobody wants the device"
-    assert not should_yield(Mode.SLO, BUSY, NOW_S + 0.001, 0.025, NOW_S), "the step would not fit"
-    assert not should_yield(Mode.SLO, WAITING, NOW_S + 0.001, 0.001, NOW_S), "a prompt waits"
-    assert not should_yield(Mode.UNGATED, BUSY, NOW_S + 0.001, 0.001, NOW_S)
-    assert not should_yield(Mode.CLOSED, BUSY, NOW_S + 0.001, 0.001, NOW_S)
+    assert should_yield(CONFIG, Mode.SLO, BUSY, NOW_S + 0.001, 0.015, NOW_S)
+    assert not should_yield(CONFIG, Mode.SLO, BUSY, NOW_S - 0.001, 0.015, NOW_S), "nobody wants the device"
+    assert not should_yield(CONFIG, Mode.SLO, BUSY, NOW_S + 0.001, 0.025, NOW_S), "the step would not fit"
+    assert not should_yield(CONFIG, Mode.SLO, WAITING, NOW_S + 0.001, 0.001, NOW_S), "a prompt waits"
+    assert not should_yield(CONFIG, Mode.UNGATED, BUSY, NOW_S + 0.001, 0.001, NOW_S)
+    assert not should_yield(CONFIG, Mode.SLO, attrs.evolve(BUSY, kv_used_bytes=81), NOW_S + 0.001, 0.001, NOW_S), (
+        "no step"
+    )
+    assert not should_yield(CONFIG, Mode.CLOSED, BUSY, NOW_S + 0.001, 0.001, NOW_S)
 
 
 def test_leases() -> None:

@@ -48,13 +48,13 @@ def test_a_chunk_is_as_long_as_allowed_when_time_does_not_bind() -> None:
 
 def test_a_chunk_is_bounded_by_the_turn_it_makes() -> None:
     profile = profile_named("h100:qwen3-8b")
-    decodes = StepWork(num_decodes=16, context_tokens=16 * 6000)
+    decodes = StepWork(num_decodes=16, context_tokens=16 * 1000)
     chunk = fit_chunk(ChunkConfig(), decodes, profile.step_s)
     assert chunk % 64 == 0
     assert 64 <= chunk < 512
-    work = StepWork(chunk, 16, 16 * 6000, chunk**2 / 2)
-    assert profile.step_s(work) <= 0.020
-    assert profile.step_s(StepWork(chunk + 64, 16, 16 * 6000, (chunk + 64) ** 2 / 2)) > 0.020
+    work = StepWork(chunk, 16, 16 * 1000, chunk**2 / 2)
+    assert profile.step_s(work) <= 0.012
+    assert profile.step_s(StepWork(chunk + 64, 16, 16 * 1000, (chunk + 64) ** 2 / 2)) > 0.012
 
 
 def test_a_chunk_is_never_nothing() -> None:

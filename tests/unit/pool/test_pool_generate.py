@@ -239,6 +239,40 @@ def test_busy_answers_are_repeated_with_growing_pauses_and_bounded():
     assert clock.now() == pytest.approx(0.1 + 0.2 + 0.4 + 0.4)
 
 
+def test_what_a_small_borrowed_engine_refuses_goes_to_a_dedicated_one():
+    """Borrowing is never worse than not borrowing: a lent device with less memory must not fail the job's turn."""
+    clock, events = ManualClock(), []
+    own = engine(clock, "a")
+    lent = [engine(clock, "b", kv_total_tokens=6), engine(clock, "c")]
+
+    async def work():
+        config = PoolConfig(routing=RoutingConfig(cap_per_engine=1))
+        async with RolloutPool([own], borrowed=lent, clock=clock, config=config, on_event=events.append) as pool:
+            first = asyncio.ensure_future(pool.generate(turn("first")))
+            await clock.sleep(0)
+            refused = asyncio.ensure_future(pool.generate(turn("refused")))
+            await clock.sleep(0)
+            small = asyncio.ensure_future(pool.generate(turn("small", max_tokens=2)))
+            await clock.sleep(0)
+            equal = await pool.generate(turn("equal"))
+            return await first, await refused, await small, equal
+
+    first, refused, small, equal = run(clock, work())
+    assert len(first.hops) == 1
+    assert hops_of(small) == [("b", RouteReason.BORROWED, 2, HopEnd.FINISHED)]
+    assert hops_of(equal) == [("c", RouteReason.BORROWED, 8, HopEnd.FINISHED)], "who waits behind it may still borrow"
+    assert hops_of(refused) == [
+        ("b", RouteReason.BORROWED, 0, HopEnd.REFUSED),
+        ("a", RouteReason.REROUTED_REFUSED, 8, HopEnd.FINISHED),
+    ]
+
+
+def test_what_borrowed_engines_refuse_fails_when_there_is_no_other():
+    clock = ManualClock()
+    with pytest.raises(RequestRefusedError, match="the engine has 6"):
+        run_one(clock=clock, borrowed=(engine(clock, "b", kv_total_tokens=6),))
+
+
 def test_a_refused_request_fails_at_once_with_the_engines_own_error():
     clock, events = ManualClock(), []
     refusing, other = engine(clock, "a", max_model_len=3), engine(clock, "b", max_model_len=3)
@@ -297,6 +331,15 @@ def test_attempts_are_bounded_and_the_error_lists_them():
         run_one(evicting, clock=clock, config=PoolConfig(max_hops=3, busy_s=0.1, jitter_fraction=0.0))
     assert [hop.ended for hop in caught.value.hops] == [HopEnd.EVICTED] * 3
     assert clock.now() == pytest.approx(0.1 + 0.2), "an engine short of memory is left alone for a moment"
+
+
+def test_evictions_that_leave_tokens_do_not_use_up_the_attempts():
+    """A turn that is evicted again and again, as under serving pressure, gets on and must not be lost."""
+    clock = ManualClock()
+    evicting = engine(clock, "b", Fault(kind=FaultKind.EVICT, after_tokens=1))
+    result = run_one(clock=clock, borrowed=(evicting,), config=PoolConfig(max_hops=2, busy_s=0.1))
+    assert len(result.token_ids) == 8
+    assert [hop.num_tokens for hop in result.hops] == [1] * 8
 
 
 def test_the_deadline_ends_a_running_turn_and_frees_everything():

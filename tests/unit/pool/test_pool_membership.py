@@ -281,3 +281,64 @@ def test_two_pools_never_use_one_request_id():
     run(clock, work)
     assert len({request.request_id for request in shared.requests}) == 8
     assert not any("t" == request.request_id for request in shared.requests)
+
+
+class HangsEngine(FakeEngine):
+    """An engine whose process is stopped: it neither answers nor goes away."""
+
+    async def snapshot(self):
+        if self._is_stalled:
+            await asyncio.Event().wait()
+        return await super().snapshot()
+
+
+def hanging(clock: ManualClock, name: str) -> HangsEngine:
+    return HangsEngine(engine_id=EngineId(name), clock=clock, token_s=0.1)
+
+
+def test_an_engine_that_does_not_answer_a_reading_is_lost():
+    clock = ManualClock()
+    stopped = hanging(clock, "a")
+
+    async def work():
+        async with RolloutPool([stopped], clock=clock, config=PoolConfig(reading_timeout_s=5.0)) as pool:
+            stopped.stall()
+            await clock.sleep(5.4)
+            assert states(pool) == {"a": EngineState.READY}
+            await clock.sleep(0.2)
+            assert states(pool) == {"a": EngineState.LOST}
+
+    run(clock, work)
+
+
+def test_an_engine_that_does_not_answer_does_not_keep_the_pool_from_opening():
+    clock = ManualClock()
+    stopped, other = hanging(clock, "a"), engine(clock, "b")
+    stopped.stall()
+
+    async def work():
+        async with RolloutPool([stopped, other], clock=clock) as pool:
+            return states(pool)
+
+    assert run(clock, work) == {"a": EngineState.LOST, "b": EngineState.READY}
+
+
+def test_the_turns_of_a_draining_engine_move_when_it_is_fenced():
+    clock = ManualClock()
+    leaving, other = engine(clock, "a"), engine(clock, "b")
+
+    async def work():
+        async with RolloutPool([leaving], clock=clock) as pool:
+            running = [asyncio.ensure_future(pool.generate(turn(f"t{i}"))) for i in range(2)]
+            await clock.sleep(0.25)
+            await pool.add_engine(other)
+            drained = asyncio.ensure_future(pool.drain_engine(A, "leaving"))
+            await clock.sleep(0)
+            pool._state.lifecycle.fall_out(pool._state.engines.get(A), EngineState.FENCED, "half written", clock.now())
+            pool._driver.apply()
+            assert await drained
+            assert states(pool)["a"] is EngineState.DRAINING
+            return await asyncio.gather(*running)
+
+    for result in run(clock, work):
+        assert [(hop.engine_id, hop.ended) for hop in result.hops] == [("a", HopEnd.LOST), ("b", HopEnd.FINISHED)]

@@ -150,6 +150,16 @@ class TestCircuitBreaker:
         assert breaker.state is Circuit.CLOSED
         assert not breaker.succeed()
 
+    def test_a_clock_that_rounds_down_does_not_miss_the_moment(self):
+        """Timers are due a hair early; a circuit that then says 'not yet' would never be asked again."""
+        breaker = self.breaker()
+        retry_at_s = breaker.fail(1.0)
+        timers = Timers(lambda _kind, _subject: True)
+        timers.set(retry_at_s, TimerKind.CIRCUIT, breaker)
+        early_s = retry_at_s - 1e-10
+        assert timers.pop_due(early_s) is not None
+        assert breaker.tick(early_s)
+
     def test_pauses_double_while_it_fails_and_start_anew_after_a_success(self):
         breaker, now_s, pauses = self.breaker(), 0.0, []
         for _ in range(4):

@@ -7,7 +7,7 @@ import asyncio
 import attrs
 import pytest
 
-from rose.errors import EngineLostError, TurnFailedError, VersionConflictError
+from rose.errors import EngineLostError, TransportError, TurnFailedError, VersionConflictError
 from rose.pool import EngineState, PoolConfig, RolloutPool, SyncReport, WeightsActivated
 from rose.testing import FakeEngine, FakeTrainer, Fault, FaultKind, InMemoryTransport, ManualClock, fake_update
 from rose.transfer.publisher import Publisher
@@ -212,6 +212,28 @@ def test_an_engine_that_cannot_stage_is_left_out_and_its_turns_go_on():
     assert (list(report.activations), list(report.errors)) == (["a"], ["b"])
     assert all(len(result.hops) == 1 for result in results)
     assert source.asked[-2:] == [v(1), v(0)]
+
+
+def test_an_outage_of_the_relay_leaves_the_engines_as_they_are():
+    clock, source = ManualClock(), Source()
+
+    class Unreachable:
+        async def plan(self, known: WeightVersion | None) -> WeightUpdate | None:
+            message = f"no relay for {known}"
+            raise TransportError(message)
+
+    async def work():
+        async with RolloutPool([engine(clock, "a"), engine(clock, "b")], clock=clock) as pool:
+            await pool.sync_weights(source)
+            report = await pool.sync_weights(Unreachable())
+            assert {name: type(error) for name, error in report.errors.items()} == {
+                A: TransportError,
+                B: TransportError,
+            }
+            assert states(pool) == {A: EngineState.READY, B: EngineState.READY}
+            await pool.generate(turn(versions=Exactly(0)))
+
+    run(clock, work)
 
 
 def test_an_engine_that_fails_to_activate_is_fenced_until_it_gets_full_weights():

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import sys
 
 import pytest
@@ -68,3 +70,40 @@ async def test_a_cancelled_question_keeps_its_place(echo: WorkerProcess):
     first, second = echo.post(1), echo.post(2)
     first.cancel()
     assert await second == 2
+
+
+async def test_a_child_that_answers_anything_but_json_is_ended_with_what_it_said(tmp_path, monkeypatch):
+    """A library that prints while it is imported must not leave the parent waiting for ever."""
+    (tmp_path / "chatty_worker.py").write_text("import time\nprint('Welcome to lib', flush=True)\ntime.sleep(60)\n")
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    worker = await WorkerProcess.start("chatty_worker", name="chatty", error_type=TrainerError)
+    with pytest.raises(TrainerError, match="Welcome to lib"):
+        async with asyncio.timeout(10):
+            await worker.ask(1)
+    await worker.close()
+
+
+async def test_a_grandchild_that_holds_the_pipes_does_not_hold_up_the_parent(tmp_path, monkeypatch):
+    """A serving host that is killed while its engines load leaves them with its standard error."""
+    (tmp_path / "parent_worker.py").write_text(
+        "import subprocess, sys\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(30)'])\n"
+        "print('{\"ok\": %d}' % child.pid, flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    worker = await WorkerProcess.start("parent_worker", name="parent", error_type=TrainerError)
+    grandchild = await worker.ask(1)
+    try:
+        question = worker.post(2)
+        async with asyncio.timeout(5):
+            worker.kill()
+            with pytest.raises(TrainerError, match="parent ended with code -9"):
+                await question
+            await worker.close()
+    finally:
+        os.kill(grandchild, signal.SIGKILL)
+
+
+async def test_an_interrupt_from_the_terminal_does_not_reach_the_child(echo: WorkerProcess):
+    assert os.getpgid(echo.pid) == echo.pid != os.getpgrp()

@@ -10,6 +10,7 @@ from transfer_rig import ArrayTrainer, Rig, bf16, publish_together
 
 from rose.backends.memory import MemoryTransport
 from rose.errors import (
+    BlobNotFoundError,
     DeadlineExceededError,
     LayoutMismatchError,
     TransferError,
@@ -74,6 +75,8 @@ def test_rows_go_to_who_holds_them_and_no_further() -> None:
         trainer._bits["w"][[2, 3, 9]] ^= 1
     reports = publish_together(rig.publishers)
     assert [report.num_changed for report in reports] == [24, 8, 0, 8]
+    changed = [cell for cell in read_manifest(rig.store, "run/1/1/manifest").cells if cell.num_changed]
+    assert [(cell.box.offset[0], cell.num_changed) for cell in changed] == [(0, 8), (3, 8), (9, 8)]
     sparse_row, dense_row = 8 * 3, 8 * 2
     assert [follower.sync().fetched_bytes for follower in followers] == [2 * sparse_row, dense_row]
     for follower in followers:
@@ -111,7 +114,7 @@ def test_ranks_with_nothing_take_part() -> None:
 def test_a_failed_publish_leaves_nothing_and_is_retried_as_the_same_version() -> None:
     """A transport failure on one rank fails all ranks at once; the retry encodes against what is really visible."""
     store = MemoryTransport()
-    fault = TransportFault(kind=TransportFaultKind.FAIL, method="put", key="run/1/0/rank-1")
+    fault = TransportFault(kind=TransportFaultKind.FAIL, method="put", key="run/1/1/rank-1")
     rig = Rig(world_size=2, store=store, transports=[store, FaultyTransport(store, [fault])])
     follower = rig.follow()
     rig.publish()
@@ -126,6 +129,29 @@ def test_a_failed_publish_leaves_nothing_and_is_retried_as_the_same_version() ->
     assert rig.publish().version.n == 1
     follower.sync()
     follower.assert_current()
+
+
+def test_ranks_meet_again_after_one_could_not_even_begin() -> None:
+    """A rank that fails before it knows the version must not stay one attempt behind the others for ever."""
+    store = MemoryTransport()
+    fault = TransportFault(kind=TransportFaultKind.FAIL, method="read_pointer", call_index=0)
+    rig = Rig(world_size=2, store=store, transports=[store, FaultyTransport(store, [fault])], timeout_s=0.2)
+    errors = publish_together(rig.publishers)
+    assert isinstance(errors[0], DeadlineExceededError)
+    assert isinstance(errors[1], TransportError)
+    assert rig.publish().version.n == 0
+
+
+async def test_a_cancelled_publish_ends_only_when_its_thread_is_done_with_the_weights() -> None:
+    store = MemoryTransport()
+    slow = TransportFault(kind=TransportFaultKind.DELAY, method="put", key="blob", delay_s=0.1)
+    trainer = ArrayTrainer({"w": bf16(4)})
+    work = asyncio.ensure_future(Publisher(trainer, FaultyTransport(store, [slow]), run="r").publish())
+    await asyncio.sleep(0.02)
+    work.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await work
+    assert current_version(store) == WeightVersion("r", 0)
 
 
 def test_a_lost_answer_to_the_pointer_is_found_out_later() -> None:
@@ -228,9 +254,51 @@ def test_anchors_are_put_beside_changes_and_old_blobs_retired() -> None:
     held = {int(key.split("/")[1]) for key in rig.store._store._blobs}
     assert held == {8, 9}
     late = rig.follow()
-    assert plan_update(rig.store, None).manifest_keys == ("run/8/0/anchor", "run/9/0/manifest")
+    assert plan_update(rig.store, None).manifest_keys == ("run/8/8/anchor", "run/9/9/manifest")
     late.sync()
     assert late.subscriber.version == WeightVersion("run", 9)
+
+
+def test_the_only_anchor_is_kept_though_its_first_answer_was_lost() -> None:
+    """Rank 0 did not see version 0 succeed; version 1 is its first success, yet no anchor: nothing may be retired."""
+
+    class LosesFirstAnswer(FaultyTransport):
+        def compare_and_set(self, name: str, expected: str | None, value: str) -> bool:
+            was_set = self.inner.compare_and_set(name, expected, value)
+            if expected is None:
+                message = "the answer was lost"
+                raise TransportError(message)
+            return was_set
+
+    class SlowToHear(FaultyTransport):
+        def get(self, key: str) -> bytes:
+            if key.endswith("/failed"):
+                message = "not heard"
+                raise BlobNotFoundError(message)
+            return self.inner.get(key)
+
+    store = MemoryTransport()
+    rig = Rig(world_size=2, store=store, transports=[LosesFirstAnswer(store), SlowToHear(store)], keep=1)
+    outcome = publish_together(rig.publishers)
+    assert isinstance(outcome[0], TransportError)
+    assert isinstance(outcome[1], PublishReport)
+    for _ in range(4):
+        rig.step()
+        rig.publish()
+    late = rig.follow()
+    late.sync()
+    late.assert_current()
+
+
+def test_a_retirement_that_fails_does_not_fail_the_publish() -> None:
+    """The version is visible by then; the blobs go the next time."""
+    store = MemoryTransport()
+    fault = TransportFault(kind=TransportFaultKind.FAIL, method="delete", call_index=0)
+    rig = Rig(world_size=1, store=store, transports=[FaultyTransport(store, [fault])], anchor_every=2, keep=1)
+    for _ in range(4):
+        rig.publish()
+        rig.step()
+    assert {int(key.split("/")[1]) for key in store._store._blobs} == {2, 3}
 
 
 def test_an_anchor_on_request() -> None:

@@ -28,7 +28,7 @@ from rose.types import WeightUpdate, WeightVersion
 
 
 def _update(rig: Rig, *numbers: int) -> WeightUpdate:
-    keys = tuple(f"run/{n}/0/manifest" for n in numbers)
+    keys = tuple(f"run/{n}/{n}/manifest" for n in numbers)
     return WeightUpdate(target=WeightVersion("run", numbers[-1]), manifest_keys=keys, address=rig.store.address())
 
 

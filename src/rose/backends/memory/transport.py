@@ -61,7 +61,7 @@ class MemoryTransport(Transport):
         """Let other processes reach this store until ``close``; returns the address that ``address`` gives from then on.
 
         Args:
-            host: Address to listen on.
+            host: Address to listen on, and under which others find the store: name an interface, not ``0.0.0.0``.
             port: Port, or 0 for a free one.
             is_public: Allow an address that other machines can reach. The token is all that protects it.
 

@@ -1,7 +1,7 @@
 """A ``mooncake_master`` of one's own, on loopback, for tests and jobs on one machine.
 
 Invariants: the process ends with its owner's ``close`` or context; a port lost to another process between choosing and
-binding costs one of a bounded number of tries, never a wait for luck.
+binding costs one of a bounded number of tries, and whoever took it is never mistaken for the master.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from rose.errors import BackendUnavailableError, DeadlineExceededError, Transpor
 
 _MAX_TRIES = 5
 _POLL_S = 0.05
+_LISTEN = "0A"
 
 
 class MooncakeMaster:
-    """Starts ``mooncake_master`` and waits until it answers.
+    """Starts ``mooncake_master`` (Linux) and waits until it listens.
 
     Args:
         lease_ttl_ms: How long a read keeps an object from being removed unforced.
@@ -35,7 +36,7 @@ class MooncakeMaster:
     Raises:
         BackendUnavailableError: The program is not installed.
         TransportError: It does not start, even on other ports.
-        DeadlineExceededError: It starts but does not answer in time.
+        DeadlineExceededError: It starts but does not listen in time.
     """
 
     def __init__(self, *, lease_ttl_ms: int = 5000, timeout_s: float = 30.0) -> None:
@@ -70,7 +71,7 @@ class MooncakeMaster:
         self._log.close()
 
     def _try_start(self, timeout_s: float) -> bool:
-        """Start on fresh ports; returns whether the process lives and answers."""
+        """Start on fresh ports; returns whether the process lives and listens."""
         rpc_port, metrics_port = _free_ports(2)
         self._process = subprocess.Popen(
             [
@@ -87,13 +88,13 @@ class MooncakeMaster:
         self.address = f"127.0.0.1:{rpc_port}"
         deadline = time.monotonic() + timeout_s
         while self._process.poll() is None:
-            if _answers(rpc_port):
+            if _is_listening(self._process.pid, rpc_port):
                 return True
             if time.monotonic() > deadline:
                 words = self._last_words()
                 self.close()
                 message = (
-                    f"mooncake_master did not answer on {self.address} within {timeout_s} s; its last words: {words}"
+                    f"mooncake_master did not listen on {self.address} within {timeout_s} s; its last words: {words}"
                 )
                 raise DeadlineExceededError(message)
             time.sleep(_POLL_S)
@@ -122,9 +123,11 @@ def _free_ports(count: int) -> list[int]:
             sock.close()
 
 
-def _answers(port: int) -> bool:
+def _is_listening(pid: int, port: int) -> bool:
+    """Tell whether this very process listens there; another one that took the port would answer a connection, too."""
+    rows = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
+    owned = {f"socket:[{row[9]}]" for row in rows if row[3] == _LISTEN and row[1].endswith(f":{port:04X}")}
     try:
-        with socket.create_connection(("127.0.0.1", port), timeout=1.0):
-            return True
-    except OSError:
+        return any(str(fd.readlink()) in owned for fd in Path(f"/proc/{pid}/fd").iterdir())
+    except FileNotFoundError:  # a descriptor was closed meanwhile, or the process ended
         return False

@@ -184,7 +184,7 @@ class VllmDriver(ServingEngine):
             is_verified: Compare the checksum of every cell after the write.
         """
         async with self._update_lock:
-            return await _to_the_end(self._activate(is_verified=is_verified))
+            return await to_the_end(self._activate(is_verified=is_verified))
 
     async def _activate(self, *, is_verified: bool) -> Activation:
         was_paused = self._is_paused
@@ -246,11 +246,13 @@ class VllmDriver(ServingEngine):
         return list(await self._ask("rose_step_log", since_s))
 
 
-async def _to_the_end(work: Coroutine[Any, Any, _T]) -> _T:
+async def to_the_end(work: Coroutine[Any, Any, _T]) -> _T:
     """Await something that must not be left half done; a cancellation takes effect afterwards."""
     task = asyncio.ensure_future(work)
     try:
         return await asyncio.shield(task)
     except asyncio.CancelledError:
         await asyncio.wait({task})
+        if not task.cancelled():
+            task.exception()  # what it failed with is of no interest to a caller that is gone
         raise

@@ -4,6 +4,7 @@ Invariants:
 
 * A watch on the EngineCore process (its pidfd) ends every stream and every call with ``EngineLostError`` as soon as the
   kernel says that it is gone; nothing waits for an answer of a dead process.
+* A start that is cancelled runs to its end, then the engine is closed: no process is left behind.
 * Starts take turns where vLLM forks: a fork while another start runs on a thread could copy a held lock.
 """
 
@@ -12,11 +13,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import signal
 import threading
 from collections.abc import AsyncGenerator
+from multiprocessing import resource_tracker
 from typing import Any
 
-from rose.backends.vllm.driver import VllmDriver
+from rose.backends.vllm.driver import VllmDriver, to_the_end
 from rose.backends.vllm.environment import import_vllm
 from rose.backends.vllm.options import VllmOptions
 from rose.backends.vllm.streams import ChunkReader, as_rose_error, sampling_params
@@ -54,11 +57,11 @@ class VllmEngine(VllmDriver):
             BackendUnavailableError: vLLM is not installed.
             EngineLostError: The engine did not start.
         """
-        await asyncio.to_thread(self._start_llm)
-        self._pid = self._llm.engine_core.resources.engine_manager.processes[0].pid
-        self._watch()
-        self._llm._run_output_handler()  # noqa: SLF001 - made off the event loop, so it could not start there
         try:
+            await to_the_end(asyncio.to_thread(self._start_llm))
+            self._pid = self._llm.engine_core.resources.engine_manager.processes[0].pid
+            self._watch()
+            self._llm._run_output_handler()  # noqa: SLF001 - made off the event loop, so it could not start there
             await self._begin()
         except BaseException:
             await self.close()
@@ -70,6 +73,10 @@ class VllmEngine(VllmDriver):
         from vllm.engine.arg_utils import AsyncEngineArgs  # noqa: PLC0415 - heavy
         from vllm.v1.engine.async_llm import AsyncLLM  # noqa: PLC0415 - heavy
 
+        # A child inherits the mask: an interrupt from the terminal is the driver's to handle. One that met a loading engine
+        # would leave vLLM waiting for it for ever.
+        resource_tracker.ensure_running()  # multiprocessing would start it after the mask is set, and unblock
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             config = AsyncEngineArgs(**self.options.to_engine_args()).create_engine_config()
             is_forking = envs.VLLM_WORKER_MULTIPROC_METHOD == "fork"  # the CPU platform sets spawn by itself
@@ -78,6 +85,8 @@ class VllmEngine(VllmDriver):
         except (RuntimeError, ValueError, OSError, TypeError) as error:
             message = f"engine {self.engine_id} did not start: {error}"
             raise EngineLostError(message) from error
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
     def _watch(self) -> None:
         loop = asyncio.get_running_loop()

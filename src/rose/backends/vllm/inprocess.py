@@ -13,6 +13,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import queue
 import threading
@@ -79,9 +80,13 @@ class InProcessVllmEngine(VllmDriver):
         self._thread = threading.Thread(target=self._run, name=f"vllm-{self.engine_id}", daemon=True)
         self._thread.start()
         self._lost = None
-        await self._do(self._build)
         _OPEN.add(id(self))
-        await self._begin()
+        try:
+            await self._do(self._build)
+            await self._begin()
+        except BaseException:
+            await self.close()
+            raise
 
     def _build(self) -> None:
         import_vllm(is_offline=self.options.is_local)
@@ -143,12 +148,16 @@ class InProcessVllmEngine(VllmDriver):
     def _end_all(self) -> None:
         if self._lost is None:
             self._lost = "it was closed"
-        while not self._jobs.empty():
-            job = self._jobs.get()
-            if job is not None and job.result.set_running_or_notify_cancel():
-                job.result.set_exception(EngineLostError(f"engine {self.engine_id} is gone: {self._lost}"))
+        self._refuse_jobs()
         for stream in list(self._streams.values()):
             self._send(stream, None)
+
+    def _refuse_jobs(self) -> None:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                job = self._jobs.get_nowait()
+                if job is not None and job.result.set_running_or_notify_cancel():
+                    job.result.set_exception(EngineLostError(f"engine {self.engine_id} is gone: {self._lost}"))
 
     @property
     def _core(self) -> Any:
@@ -160,6 +169,8 @@ class InProcessVllmEngine(VllmDriver):
         self._check_alive()
         job = _Job(function, Future())
         self._jobs.put(job)
+        if self._lost is not None:
+            self._refuse_jobs()  # the worker ended meanwhile and will not look again
         return await asyncio.wrap_future(job.result)
 
     async def _call(self, method: str, *args: Any) -> Any:

@@ -30,6 +30,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from rose.backends.paging import give_back
 from rose.backends.vllm.kv_blocks import HeldBlocks
+from rose.backends.vllm.lifeline import tie_to_parent
 from rose.backends.vllm.step_control import open_control, read_settings
 from rose.backends.vllm.streams import EVICTED, REFUSED
 from rose.policies.memory import Admission, KvHolder, admits, choose_victims
@@ -43,6 +44,7 @@ class RoseScheduler(Scheduler):  # type: ignore[misc] # vLLM is untyped here
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Build vLLM's scheduler, then open the device and the ledger of the settings."""
+        tie_to_parent()  # a driver may be killed while its engine still loads
         super().__init__(*args, **kwargs)
         self.settings = read_settings((self.vllm_config.additional_config or {}).get("rose", {}))
         self.num_evicted = 0

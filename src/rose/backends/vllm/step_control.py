@@ -55,7 +55,6 @@ class RoseSettings:
 
     Attributes:
         role: ``alone``: the device is this engine's; ``serving``: it owns a shared one; ``rollout``: it borrows it.
-        name: For logs.
         device: Without one the engine is not paced, gated or shared; its KV budget can still be set.
         ledger: The shared device's ledger file.
         admission: The SLO and how it is spent. The mode in force is the lender's, in the ledger.
@@ -66,7 +65,6 @@ class RoseSettings:
     """
 
     role: Literal["alone", "serving", "rollout"] = "alone"
-    name: str = "engine"
     device: DeviceSettings | None = None
     ledger: str | None = None
     admission: AdmissionConfig = attrs.field(factory=AdmissionConfig)

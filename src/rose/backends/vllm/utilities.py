@@ -114,12 +114,6 @@ def rose_weight_checksums(self: Any) -> dict[str, str]:
 
 
 @answers
-def rose_weight_version(self: Any) -> str:
-    """Return the label of the weights."""
-    return str(self.get_weight_version())
-
-
-@answers
 def rose_set_kv_budget(self: Any, num_tokens: int) -> int:
     """Set the KV budget; returns the one in force."""
     return int(_scheduler_method(self, "set_kv_budget_tokens")(num_tokens))
@@ -166,7 +160,6 @@ UTILITIES = (
     rose_is_fenced,
     rose_target_layout,
     rose_weight_checksums,
-    rose_weight_version,
     rose_set_kv_budget,
     rose_set_gate,
     rose_reset_prefix_cache,

@@ -113,7 +113,7 @@ def _slo_finding(summary: Mapping[str, Any]) -> str:
 
 def _latency_note(serving: Mapping[str, Any]) -> str:
     shared, ungated = serving["shared"], serving.get("ungated") or {}
-    load = f"{serving['rate_rps']:g} requests a second and device."
+    load = f"{serving['rate_rps']:.2f} requests a second and device."
     added, added_ungated = shared.get("added_delay_mean_ms"), ungated.get("added_delay_mean_ms")
     if added is None:
         return load
