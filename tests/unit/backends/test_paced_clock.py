@@ -47,6 +47,14 @@ def test_frozen_time_stands_still_and_goes_on_from_there(clock: PacedClock) -> N
     assert frozen_s <= clock.now() < frozen_s + 0.01
 
 
+def test_time_does_not_go_back_when_a_freeze_is_anchored_before_the_last_reading(clock: PacedClock) -> None:
+    reader = PacedClock(clock.path)
+    read_s = reader.now()
+    clock._section.write(clock.k, time.monotonic(), read_s - 1e-3, True, clock.born_s)
+    assert reader.is_frozen
+    assert reader.now() == read_s
+
+
 def test_a_sleep_is_stretched_by_the_freeze(clock: PacedClock) -> None:
     ended_s: list[float] = []
     end_s = clock.now() + 0.4

@@ -2,7 +2,7 @@
 
 Invariants:
 
-* Modelled time never goes back and advances ``1 / k`` as fast as the machine's monotonic time, or not at all while the
+* Modelled time never goes back for a handle, and advances ``1 / k`` as fast as the machine's monotonic time, or not at all while the
   clock is frozen. All processes of the machine that map the same file read the same time.
 * Only the owner, who created the file, freezes and unfreezes.
 """
@@ -52,6 +52,7 @@ class PacedClock(Clock):
         self.path = str(path)
         self._section = Section(map_file(path, SECTION_BYTES, is_new=False), 0, _LAYOUT, f"clock {path}")
         self._is_owner = False
+        self._latest_s = 0.0
         self.born_s = self._read()[4]
 
     @classmethod
@@ -88,7 +89,10 @@ class PacedClock(Clock):
     def now(self) -> float:
         """Return the modelled time in seconds since the clock was created."""
         k, real_anchor_s, anchor_s, is_frozen, _ = self._read()
-        return anchor_s if is_frozen else anchor_s + (time.monotonic() - real_anchor_s) / k
+        now_s = anchor_s if is_frozen else anchor_s + (time.monotonic() - real_anchor_s) / k
+        # a freeze is anchored a moment before it is seen: who read in that moment must not see time go back
+        self._latest_s = max(self._latest_s, now_s)
+        return self._latest_s
 
     def freeze(self) -> None:
         """Let modelled time stand still for every process. A no-op when it does already."""
