@@ -50,7 +50,8 @@ def test_frozen_time_stands_still_and_goes_on_from_there(clock: PacedClock) -> N
 def test_time_does_not_go_back_when_a_freeze_is_anchored_before_the_last_reading(clock: PacedClock) -> None:
     reader = PacedClock(clock.path)
     read_s = reader.now()
-    clock._section.write(clock.k, time.monotonic(), read_s - 1e-3, True, clock.born_s)
+    frozen_before = (clock.k, time.monotonic(), read_s - 1e-3, True, clock.born_s)
+    clock._section.write(*frozen_before)
     assert reader.is_frozen
     assert reader.now() == read_s
 
