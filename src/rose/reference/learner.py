@@ -13,6 +13,7 @@ operation depends on the seed and the operations alone. Whole weights are gather
 
 from __future__ import annotations
 
+import ctypes
 import json
 import logging
 import sys
@@ -238,6 +239,13 @@ def _plain(report: Any) -> dict[str, object]:
     return {name: dict(value) if hasattr(value, "items") else value for name, value in result.items()}
 
 
+def _trim_memory() -> None:
+    """Return what an operation's tensors left in the allocator; a learner is idle for most of a step."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only
+    if trim is not None:
+        trim(0)
+
+
 def serve(learner: Learner, answers: TextIO) -> None:
     """Do operation lines ``[name, {arguments}]`` from standard input until it ends."""
     for line in sys.stdin:
@@ -250,6 +258,7 @@ def serve(learner: Learner, answers: TextIO) -> None:
             reply = {"error": f"{name}: {type(error).__name__}: {error}"}
         answers.write(json.dumps(reply) + "\n")
         answers.flush()
+        _trim_memory()
 
 
 def main(rank: int, rendezvous: str, document: str) -> None:
