@@ -47,9 +47,17 @@ def load(cls: type[T], source: Mapping[str, Any] | Path | str) -> T:
         An instance of ``cls``.
 
     Raises:
-        ConfigError: The file cannot be read or parsed, a key is unknown or missing, or a value is of the wrong type or
+        ConfigError: An argument is of the wrong kind, the file cannot be read or parsed, a key is unknown or missing, or a value is of the wrong type or
             refused by its validator. One line a problem, each with the file and the key's path.
     """
+    kind: Any = get_origin(cls) or cls
+    if not isinstance(kind, type) or not attrs.has(kind):
+        message = f"configuration is read into an attrs class, not {cls!r}"
+        raise ConfigError(message)
+    given: object = source
+    if not isinstance(given, Mapping | Path | str):
+        message = f"cannot read configuration from {given!r}; give a mapping or the path of a TOML file"
+        raise ConfigError(message)
     if isinstance(source, Mapping):
         where, data = "", source
     else:
@@ -185,16 +193,38 @@ def _attrs(cls: type, value: object, path: str, problems: list[str]) -> Any:
     arguments = {}
     for name, field in fields.items():
         if name in value:
-            arguments[name] = _structure(field.type, value[name], _join(path, name), problems)
+            num_problems = len(problems)
+            argument = _structure(field.type, value[name], _join(path, name), problems)
+            if len(problems) == num_problems:
+                arguments[name] = argument
         elif field.default is attrs.NOTHING:
             problems.append(f"{_join(path, name)}: this key is required and missing")
-    if len(problems) > before:
-        return None
-    try:
-        return cls(**arguments)
-    except (TypeError, ValueError) as error:
-        problems.append(f"{path}: {_validator_message(error)}" if path else _validator_message(error))
-        return None
+    refusals = _refusals(cls, arguments)
+    if len(problems) == before and not refusals:
+        try:
+            return cls(**arguments)
+        except (TypeError, ValueError) as error:
+            refusals = [_validator_message(error)]
+    problems.extend(f"{path}: {refusal}" if path else refusal for refusal in refusals)
+    return None
+
+
+def _refusals(cls: type, arguments: Mapping[str, Any]) -> list[str]:
+    """Return what the fields' validators say, each asked alone; the class itself stops at the first."""
+    bare: Any = object.__new__(cls)
+    refusals = []
+    for field in attrs.fields(cls):
+        if field.validator is None or field.alias not in arguments or isinstance(field.converter, attrs.Converter):
+            continue
+        try:
+            value = arguments[field.alias] if field.converter is None else field.converter(arguments[field.alias])
+            object.__setattr__(bare, field.name, value)
+            field.validator(bare, field, value)
+        except AttributeError:  # it looks at other fields, which this instance may not have
+            continue
+        except (TypeError, ValueError) as error:
+            refusals.append(_validator_message(error))
+    return refusals
 
 
 def _validator_message(error: Exception) -> str:

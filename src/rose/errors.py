@@ -1,7 +1,8 @@
 """The exception tree of ROSE.
 
-Every error that ROSE raises on purpose derives from ``RoseError`` and also from the standard-library class that a
-caller would expect, so that ``except ValueError`` works without importing ROSE. All of them pickle.
+Every error that a run can meet derives from ``RoseError`` and also from the standard-library class that a
+caller would expect, so that ``except ValueError`` works without importing ROSE. All of them pickle. A mistake in the
+calling program, a wrong argument for instance, is a plain ``ValueError`` or ``TypeError``.
 
     RoseError
     ├── ConfigError (ValueError)               bad configuration or command-line input
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class RoseError(Exception):
-    """Base class of every error that ROSE raises on purpose."""
+    """Base class of every error that a run can meet; mistakes of the calling program are plain standard errors."""
 
 
 class ConfigError(RoseError, ValueError):

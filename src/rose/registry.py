@@ -24,6 +24,13 @@ _INTERFACES: dict[Role, type] = {
     "devices": Device,
 }
 
+_SINGULAR: dict[Role, str] = {
+    "serving": "serving",
+    "trainers": "trainer",
+    "transports": "transport",
+    "devices": "device",
+}
+
 
 def names(role: Role) -> tuple[str, ...]:
     """Return the names of the installed backends of a role, sorted. Imports none of them.
@@ -59,7 +66,7 @@ def load(role: Role, name: str) -> type:
         raise ConfigError(message) from error
     interface = _INTERFACES[role]
     if not (isinstance(backend, type) and issubclass(backend, interface)):
-        message = f"{role} backend {name!r} ({entry_point.value}) is not a subclass of {interface.__name__}"
+        message = f"{_SINGULAR[role]} backend {name!r} ({entry_point.value}) is not a subclass of {interface.__name__}"
         raise ConfigError(message)
     return backend
 
@@ -95,7 +102,9 @@ def _make(role: Role, name: str, args: tuple[Any, ...], options: dict[str, Any])
     try:
         parameters.bind(*args, **options)
     except TypeError as error:
-        message = f"{role} backend {name!r} cannot be made with these options: {error}; it takes {parameters}"
+        message = (
+            f"{_SINGULAR[role]} backend {name!r} cannot be made with these options: {error}; it takes {parameters}"
+        )
         raise ConfigError(message) from error
     return backend(*args, **options)
 
@@ -116,17 +125,17 @@ def _find(role: Role, name: str) -> EntryPoint:
     if not offers:
         close = get_close_matches(name, installed, n=1)
         hint = f"did you mean {close[0]!r}? " if close else ""
-        message = f"no {role} backend is called {name!r}; {hint}installed: {', '.join(sorted(installed)) or 'none'}"
+        message = f"no {_SINGULAR[role]} backend is called {name!r}; {hint}installed: {', '.join(sorted(installed)) or 'none'}"
         raise ConfigError(message)
     if len(offers) > 1:
         values = ", ".join(offer.value for offer in offers)
-        message = f"{role} backend {name!r} is offered more than once ({values}); uninstall all but one distribution"
+        message = f"{_SINGULAR[role]} backend {name!r} is offered more than once ({values}); uninstall all but one distribution"
         raise ConfigError(message)
     return offers[0]
 
 
 def _unavailable(role: Role, entry_point: EntryPoint, error: ImportError) -> str:
-    what = f"{role} backend {entry_point.name!r} needs a library that cannot be imported ({error})"
+    what = f"{_SINGULAR[role]} backend {entry_point.name!r} needs a library that cannot be imported ({error})"
     distribution = entry_point.dist
     if distribution is None:
         return what

@@ -7,10 +7,13 @@ times are seconds on the clock of the component that wrote them; sizes are bytes
 from __future__ import annotations
 
 import enum
-from typing import NewType
+import functools
+from collections.abc import Iterable
+from typing import Any, NewType, cast
 
 import attrs
-from attrs import validators as v
+
+from rose import checks
 
 EngineId = NewType("EngineId", str)
 DeviceId = NewType("DeviceId", str)
@@ -19,16 +22,32 @@ LeaseId = NewType("LeaseId", str)
 JobId = NewType("JobId", str)
 
 
-def _to_tuple(ids: object) -> tuple[int, ...]:
-    return tuple(ids)  # type: ignore[arg-type]
+def _to_tuple(ids: Iterable[int]) -> tuple[int, ...]:
+    """Make a tuple of what can be token ids; the rest is left as it is, for the validator to name."""
+    given = cast("Any", ids)
+    return tuple(given) if isinstance(given, Iterable) and not isinstance(given, str | bytes) else given
 
 
-@attrs.frozen(order=True)
+@functools.total_ordering
+@attrs.frozen
 class WeightVersion:
-    """Version ``n`` of the weights of one training run. Ordered within a run only."""
+    """Version ``n`` of the weights of one training run. Ordered within a run only: other comparisons raise ``TypeError``."""
 
-    run: str = attrs.field(validator=[v.instance_of(str), v.matches_re(r"[A-Za-z0-9_.-]+")])
-    n: int = attrs.field(validator=[v.instance_of(int), v.ge(0)])
+    run: str = attrs.field(validator=checks.text(r"[A-Za-z0-9_.-]+"))
+    n: int = attrs.field(validator=checks.integer(0))
+
+    def __lt__(self, other: object) -> bool:
+        """Compare with a version of the same run.
+
+        Raises:
+            TypeError: The other version is of another run.
+        """
+        if not isinstance(other, WeightVersion):
+            return NotImplemented
+        if self.run != other.run:
+            message = f"weight versions are ordered within one run only; {self} and {other} are of two"
+            raise TypeError(message)
+        return self.n < other.n
 
     def __str__(self) -> str:
         """Render as ``run:n``, the form that engines carry as their weight label."""
@@ -41,9 +60,9 @@ class WeightVersion:
         Raises:
             ValueError: The text is not of that form.
         """
-        run, separator, n = text.rpartition(":")
-        if not separator or not n.isdigit():
-            message = f"a weight version is written run:n, for example grpo:12; got {text!r}"
+        run, separator, n = str(text).rpartition(":")
+        if not separator or not (n.isascii() and n.isdigit()):
+            message = f"a weight version is written run:n, for example grpo:12; got {checks.shown(text)}"
             raise ValueError(message)
         return cls(run, int(n))
 
@@ -52,14 +71,14 @@ class WeightVersion:
 class AtLeast:
     """Constraint: the turn may run on version ``n`` or a later one of the pool's current run."""
 
-    n: int = attrs.field(validator=v.ge(0))
+    n: int = attrs.field(validator=checks.integer(0))
 
 
 @attrs.frozen
 class Exactly:
     """Constraint: the turn may run on version ``n`` of the pool's current run only."""
 
-    n: int = attrs.field(validator=v.ge(0))
+    n: int = attrs.field(validator=checks.integer(0))
 
 
 @attrs.frozen
@@ -74,25 +93,27 @@ VersionConstraint = AtLeast | Exactly | AnyVersion
 class Sampling:
     """How to draw tokens. ``temperature`` 0 is greedy; ``seed`` makes one request repeatable on one engine."""
 
-    max_tokens: int = attrs.field(validator=[v.instance_of(int), v.ge(1)])
-    temperature: float = attrs.field(default=1.0, validator=v.ge(0))
-    top_p: float = attrs.field(default=1.0, validator=[v.gt(0), v.le(1)])
-    stop_token_ids: tuple[int, ...] = attrs.field(default=(), converter=_to_tuple)
-    ignore_eos: bool = False
-    logprobs: bool = True
-    seed: int | None = None
+    max_tokens: int = attrs.field(validator=checks.integer(1))
+    temperature: float = attrs.field(default=1.0, validator=checks.number(at_least=0))
+    top_p: float = attrs.field(default=1.0, validator=checks.number(above=0, at_most=1))
+    stop_token_ids: tuple[int, ...] = attrs.field(default=(), converter=_to_tuple, validator=checks.token_ids())
+    ignore_eos: bool = attrs.field(default=False, validator=checks.boolean())
+    logprobs: bool = attrs.field(default=True, validator=checks.boolean())
+    seed: int | None = attrs.field(default=None, validator=checks.optional(checks.integer()))
 
 
 @attrs.frozen(kw_only=True)
 class Turn:
     """One turn of one trajectory: the exact token ids so far in, new token ids out."""
 
-    trajectory_id: str
-    group_id: str
-    prompt_ids: tuple[int, ...] = attrs.field(converter=_to_tuple, validator=v.min_len(1))
-    sampling: Sampling
-    versions: VersionConstraint = attrs.field(factory=AnyVersion)
-    deadline_s: float | None = attrs.field(default=None, validator=v.optional(v.gt(0)))
+    trajectory_id: str = attrs.field(validator=checks.text())
+    group_id: str = attrs.field(validator=checks.text())
+    prompt_ids: tuple[int, ...] = attrs.field(converter=_to_tuple, validator=checks.token_ids(1))
+    sampling: Sampling = attrs.field(validator=checks.instance(Sampling))
+    versions: VersionConstraint = attrs.field(
+        factory=AnyVersion, validator=checks.instance(AnyVersion, AtLeast, Exactly)
+    )
+    deadline_s: float | None = attrs.field(default=None, validator=checks.optional(checks.number(above=0)))
 
 
 class FinishReason(enum.Enum):
@@ -117,10 +138,10 @@ class VersionSpan:
 class EngineRequest:
     """What one engine is asked for. ``request_id`` is fresh for every attempt, never a trajectory's id."""
 
-    request_id: RequestId
-    prompt_ids: tuple[int, ...] = attrs.field(converter=_to_tuple, validator=v.min_len(1))
-    sampling: Sampling
-    priority: int = 0
+    request_id: RequestId = attrs.field(validator=checks.text())
+    prompt_ids: tuple[int, ...] = attrs.field(converter=_to_tuple, validator=checks.token_ids(1))
+    sampling: Sampling = attrs.field(validator=checks.instance(Sampling))
+    priority: int = attrs.field(default=0, validator=checks.integer())
 
 
 @attrs.frozen(kw_only=True)
@@ -219,7 +240,7 @@ class WeightUpdate:
     """
 
     target: WeightVersion
-    manifest_keys: tuple[str, ...] = attrs.field(validator=v.min_len(1))
+    manifest_keys: tuple[str, ...] = attrs.field(validator=checks.Check("at least one key", bool))
     address: TransportAddress
 
 

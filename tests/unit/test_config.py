@@ -181,3 +181,47 @@ def test_unreadable_files_are_one_clear_line(tmp_path):
     assert problems(file)[0].startswith(f"{file} is not valid TOML: ")
     file.write_bytes(b"a = '\xff'")
     assert problems(file)[0].startswith(f"{file} is not valid TOML: ")
+
+
+@pytest.mark.parametrize("source", [3, None, b"a.toml", ["a"]])
+def test_a_source_of_a_wrong_kind_is_refused(source):
+    with pytest.raises(ConfigError, match="give a mapping or the path of a TOML file"):
+        load(Inner, source)
+
+
+@pytest.mark.parametrize("cls", [int, dict, Inner(size_bytes=1)])
+def test_a_class_of_a_wrong_kind_is_refused(cls):
+    with pytest.raises(ConfigError, match="read into an attrs class"):
+        load(cls, {})
+
+
+def test_the_refusals_of_several_validators_come_together():
+    @attrs.frozen(kw_only=True)
+    class Limits:
+        low: int = attrs.field(validator=v.ge(0))
+        high: int = attrs.field(validator=v.gt(0))
+        name: str = attrs.field(default="x", converter=str.strip, validator=v.min_len(1))
+        ok: int = attrs.field(default=1, validator=v.ge(0))
+
+    with pytest.raises(ConfigError) as caught:
+        load(Limits, {"low": -1, "high": 0, "name": " ", "ok": 2})
+    assert [line.split()[0] for line in str(caught.value).splitlines()] == ["'low'", "'high'", "Length"]
+    with pytest.raises(ConfigError) as caught:
+        load(Limits, {"low": -1, "high": "1"})
+    assert [line.split()[0] for line in str(caught.value).splitlines()] == ["high:", "'low'"]
+
+
+def test_what_only_the_whole_instance_refuses_is_told():
+    @attrs.frozen(kw_only=True)
+    class Span:
+        high: int = 9
+        low: int = attrs.field(validator=v.ge(0))
+
+        @low.validator
+        def _check(self, _attribute, value):
+            if value > self.high:
+                message = f"low = {value} is above high"
+                raise ValueError(message)
+
+    with pytest.raises(ConfigError, match="low = 10 is above high"):
+        load(Span, {"low": 10})

@@ -71,7 +71,10 @@ def test_an_address_opens_its_transport(distribution):
 
 
 def test_unknown_name_lists_what_is_installed(distribution):
-    with pytest.raises(ConfigError, match=r"'strang'; did you mean 'strange'\? installed: .*memory, mooncake.*strange"):
+    with pytest.raises(
+        ConfigError,
+        match=r"no transport backend is called 'strang'; did you mean 'strange'\? installed: .*memory, mooncake.*strange",
+    ):
         registry.load("transports", "strang")
 
 

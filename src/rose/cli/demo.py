@@ -9,7 +9,7 @@ import json
 import signal
 import socket
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +71,7 @@ def add_command(commands: Any, *, epilog: str) -> None:
     load.add_argument(
         "--trace",
         metavar="FILE",
-        help="requests to replay: Azure or BurstGPT CSV, Mooncake JSON lines, gz or not (default: a generated bursty load)",
+        help="requests to replay: Azure, BurstGPT or ServeGen CSV, Mooncake JSON lines, gz or not (default: a generated bursty load)",
     )
     load.add_argument(
         "--rate",
@@ -135,7 +135,7 @@ def _decimal(text: str) -> float:
 def run(arguments: argparse.Namespace) -> int:
     """Run the demo and print its result; returns the exit code."""
     config = make_config(arguments)
-    check_surroundings(config)
+    check_surroundings(config, _given(arguments))
     run_demo = _load_runner()
     with LiveView(is_json=config.json) as view, _terminated_as_interrupted():
         result = asyncio.run(run_demo(config, view=view))
@@ -152,12 +152,17 @@ def run(arguments: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _terminated_as_interrupted() -> Iterator[None]:
-    """Let SIGTERM end the run as Ctrl-C does, so that a run that is timed out removes its processes and shared files too."""
-    before = signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    """Let SIGTERM end the run as Ctrl-C does, so that a run that is timed out removes its processes and shared files too.
+
+    Both work also where the shell started the command with SIGINT ignored, as it does for jobs in the background.
+    """
+    interrupt = signal.signal(signal.SIGINT, signal.default_int_handler)
+    terminate = signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGINT, interrupt)
+        signal.signal(signal.SIGTERM, terminate)
 
 
 def make_config(arguments: argparse.Namespace) -> DemoConfig:
@@ -167,11 +172,16 @@ def make_config(arguments: argparse.Namespace) -> DemoConfig:
         ConfigError: The file or an option is wrong; names which.
     """
     config = rose_config.load(DemoConfig, Path(arguments.config)) if arguments.config is not None else DemoConfig()
-    given = {name: value for name in _FLAGS if (value := getattr(arguments, name)) is not None}
+    given = _given(arguments)
     try:
         return attrs.evolve(config, **given)
     except ConfigError as error:
         raise _name_flag(error, given) from error
+
+
+def _given(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the fields that options set."""
+    return {name: value for name in _FLAGS if (value := getattr(arguments, name)) is not None}
 
 
 def _name_flag(error: ConfigError, given: Mapping[str, Any]) -> ConfigError:
@@ -180,8 +190,12 @@ def _name_flag(error: ConfigError, given: Mapping[str, Any]) -> ConfigError:
     return ConfigError(f"{_FLAGS[field]} {rest}") if field in given else error
 
 
-def check_surroundings(config: DemoConfig) -> None:
-    """Check what would else fail minutes into the run: the trace, the output folder, the port.
+def check_surroundings(config: DemoConfig, given: Collection[str] = ()) -> None:
+    """Check what would else fail minutes into the run: the trace, the output folder, the port. Makes nothing.
+
+    Args:
+        config: What will run.
+        given: The fields that options set; the others are called by their key in the configuration file.
 
     Raises:
         ConfigError: One of them is of no use; says which and what to do.
@@ -192,27 +206,39 @@ def check_surroundings(config: DemoConfig) -> None:
                 file.read(1)
         except OSError as error:
             message = (
-                f"--trace: cannot read {config.trace}: {error.strerror}; give the path of a trace file, or leave it out"
+                f"{_called('trace', given)}: cannot read {config.trace}: {error.strerror}; "
+                "give the path of a trace file, or leave it out"
             )
             raise ConfigError(message) from error
     try:
-        Path(config.out).mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=config.out):
+        with tempfile.TemporaryFile(dir=_nearest_folder(Path(config.out))):
             pass
     except OSError as error:
-        reason = "it is not a folder" if isinstance(error, FileExistsError) else error.strerror
-        message = f"--out: cannot write into {config.out}: {reason}; choose a folder that you may write to"
+        reason = "it is not a folder" if isinstance(error, NotADirectoryError) else error.strerror
+        message = (
+            f"{_called('out', given)}: cannot write into {config.out}: {reason}; choose a folder that you may write to"
+        )
         raise ConfigError(message) from error
-    _check_port(config.port)
+    _check_port(config.port, _called("port", given))
 
 
-def _check_port(port: int) -> None:
+def _called(field: str, given: Collection[str]) -> str:
+    return _FLAGS[field] if field in given else field
+
+
+def _nearest_folder(path: Path) -> Path:
+    """Return the folder itself, or the one in which it would be made: a refused run leaves no folder behind."""
+    absolute = path.absolute()
+    return next(folder for folder in (absolute, *absolute.parents) if folder.exists())
+
+
+def _check_port(port: int, called: str) -> None:
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("127.0.0.1", port))
         except OSError as error:
-            message = f"--port: cannot listen on 127.0.0.1:{port}: {error.strerror}; choose another, or leave it out for a free one"
+            message = f"{called}: cannot listen on 127.0.0.1:{port}: {error.strerror}; choose another, or leave it out for a free one"
             raise ConfigError(message) from error
 
 

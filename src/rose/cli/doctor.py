@@ -60,7 +60,6 @@ NEEDS = (
         is_for_demo=False,
         if_broken="install its system libraries with: apt-get install libibverbs1 libcurl4 libnuma1",
     ),
-    Need(module="ray", extra="ray", is_for_demo=False),
 )
 
 

@@ -49,7 +49,7 @@ def build_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"rose {version('rose-rl')}")
-    commands = parser.add_subparsers(metavar="COMMAND", required=True, title="commands", dest="command")
+    commands = parser.add_subparsers(metavar="COMMAND", title="commands", dest="command")
     demo.add_command(commands, epilog=_EPILOG)
     doctor.add_command(commands)
     return parser
@@ -63,8 +63,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     try:
         arguments, unknown = build_parser().parse_known_args(argv)
+        page = " ".join(filter(None, ("rose", arguments.command, "--help")))
         if unknown:
-            message = f"unknown option {' '.join(unknown)}; see rose {arguments.command} --help"
+            message = f"unknown option {' '.join(unknown)}; see {page}"
+            raise ConfigError(message)
+        if arguments.command is None:
+            message = f"the following arguments are required: COMMAND; see {page}"
             raise ConfigError(message)
         run: Callable[[argparse.Namespace], int] = arguments.run
         return run(arguments)

@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from collections.abc import Set as AbstractSet
 
 import attrs
-from attrs import validators as v
 
+from rose import checks
 from rose.policies.staleness import is_admissible, is_out_of_reach
 from rose.types import EngineId, EngineKind, HopEnd, RouteReason, VersionConstraint, WeightVersion
 
@@ -54,7 +54,7 @@ class WaitReason(enum.IntEnum):
 class RoutingConfig:
     """Limits of the routing policy. ``cap_per_engine`` bounds the turns in flight on one engine (paper: 16)."""
 
-    cap_per_engine: int = attrs.field(default=16, validator=[v.instance_of(int), v.ge(1)])
+    cap_per_engine: int = attrs.field(default=16, validator=checks.integer(1))
 
 
 @attrs.frozen(kw_only=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import enum
 
 import attrs
-from attrs import validators as v
 
+from rose import checks
 from rose.policies.routing import RoutingConfig
 
 
@@ -46,19 +46,26 @@ class PoolConfig:
         max_trajectories: How many trajectories (and groups) the pool remembers for affinity and order.
     """
 
-    routing: RoutingConfig = attrs.field(factory=RoutingConfig, validator=v.instance_of(RoutingConfig))
-    stall_s: float = attrs.field(default=2.0, validator=v.gt(0))
-    max_hops: int = attrs.field(default=16, validator=[v.instance_of(int), v.ge(1)])
-    max_busy: int = attrs.field(default=64, validator=[v.instance_of(int), v.ge(1)])
-    resume_after_abort: ResumePolicy = attrs.field(default=ResumePolicy.ON, validator=v.instance_of(ResumePolicy))
-    busy_s: float = attrs.field(default=0.05, validator=v.gt(0))
-    busy_max_s: float = attrs.field(default=2.0, validator=v.gt(0))
-    circuit_s: float = attrs.field(default=5.0, validator=v.gt(0))
-    circuit_max_s: float = attrs.field(default=60.0, validator=v.gt(0))
-    jitter_fraction: float = attrs.field(default=0.25, validator=[v.ge(0), v.le(1)])
-    reading_interval_s: float = attrs.field(default=0.5, validator=v.gt(0))
-    reading_timeout_s: float = attrs.field(default=30.0, validator=v.gt(0))
-    stage_timeout_s: float = attrs.field(default=300.0, validator=v.gt(0))
-    activate_timeout_s: float = attrs.field(default=60.0, validator=v.gt(0))
-    close_timeout_s: float = attrs.field(default=5.0, validator=v.gt(0))
-    max_trajectories: int = attrs.field(default=100_000, validator=[v.instance_of(int), v.ge(1)])
+    routing: RoutingConfig = attrs.field(factory=RoutingConfig, validator=checks.instance(RoutingConfig))
+    stall_s: float = attrs.field(default=2.0, validator=checks.number(above=0))
+    max_hops: int = attrs.field(default=16, validator=checks.integer(1))
+    max_busy: int = attrs.field(default=64, validator=checks.integer(1))
+    resume_after_abort: ResumePolicy = attrs.field(default=ResumePolicy.ON, validator=checks.instance(ResumePolicy))
+    busy_s: float = attrs.field(default=0.05, validator=checks.number(above=0))
+    busy_max_s: float = attrs.field(default=2.0, validator=checks.number(above=0))
+    circuit_s: float = attrs.field(default=5.0, validator=checks.number(above=0))
+    circuit_max_s: float = attrs.field(default=60.0, validator=checks.number(above=0))
+    jitter_fraction: float = attrs.field(default=0.25, validator=checks.number(at_least=0, at_most=1))
+    reading_interval_s: float = attrs.field(default=0.5, validator=checks.number(above=0))
+    reading_timeout_s: float = attrs.field(default=30.0, validator=checks.number(above=0))
+    stage_timeout_s: float = attrs.field(default=300.0, validator=checks.number(above=0))
+    activate_timeout_s: float = attrs.field(default=60.0, validator=checks.number(above=0))
+    close_timeout_s: float = attrs.field(default=5.0, validator=checks.number(above=0))
+    max_trajectories: int = attrs.field(default=100_000, validator=checks.integer(1))
+
+    def __attrs_post_init__(self) -> None:
+        for first, longest in (("busy_s", "busy_max_s"), ("circuit_s", "circuit_max_s")):
+            least, most = getattr(self, first), getattr(self, longest)
+            if most < least:
+                message = f"{longest} must be at least {first}, which is {least}, got {most}"
+                raise ValueError(message)

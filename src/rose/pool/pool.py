@@ -18,6 +18,7 @@ from typing import Self
 
 import attrs
 
+from rose.checks import shown
 from rose.clocks import MonotonicClock
 from rose.errors import EngineError, TurnFailedError
 from rose.interfaces import Clock, ServingEngine, Transport
@@ -73,11 +74,20 @@ class RolloutPool:
             clock: Time of every wait but the last one in closing; the machine's monotonic clock by default.
             on_event: Called with every event, in order. Must not block.
             seed: Of the jitter.
+
+        Raises:
+            TypeError: An argument is of a wrong type.
         """
+        _check_type("config", config, PoolConfig, type(None))
+        _check_type("seed", seed, int)
+        if clock is not None:
+            _check_methods("clock", clock, "now", "sleep")
+        if on_event is not None:
+            _check_methods("on_event", on_event, "__call__")
         self.config = config if config is not None else PoolConfig()
         self._clock = clock if clock is not None else MonotonicClock()
-        self._initial = [(engine, EngineKind.DEDICATED) for engine in engines]
-        self._initial += [(engine, EngineKind.BORROWED) for engine in borrowed]
+        self._initial = [(engine, EngineKind.DEDICATED) for engine in _check_engines("engines", engines)]
+        self._initial += [(engine, EngineKind.BORROWED) for engine in _check_engines("borrowed", borrowed)]
         self._state = PoolState(self.config, name=uuid.uuid4().hex[:8], seed=seed)
         self._driver = Driver(self._state, config=self.config, clock=self._clock, on_event=on_event)
         self._sync = WeightSync(self._state, config=self.config, clock=self._clock, apply=self._driver.apply)
@@ -91,11 +101,18 @@ class RolloutPool:
             RequestRefusedError: No engine can ever serve it.
             DeadlineExceededError: ``turn.deadline_s`` passed.
             TurnFailedError: It was given up: too many attempts, a version that is gone, or the pool was closed.
+            TypeError: ``turn`` is no ``Turn``.
         """
         self._check_open()
+        _check_type("turn", turn, Turn)
         waiter: asyncio.Future[TurnResult] = asyncio.get_running_loop().create_future()
         record = self._state.submit(turn, waiter, self._clock.now())
-        self._driver.apply()
+        try:
+            self._driver.apply()
+        except BaseException:
+            # Nobody would wait for it, and left in the queue it could fail every later call as well.
+            self._state.cancel(record, self._clock.now())
+            raise
         try:
             return await waiter
         except asyncio.CancelledError:
@@ -116,8 +133,13 @@ class RolloutPool:
 
         Returns:
             What each engine acknowledged, and the error of each that did not.
+
+        Raises:
+            TypeError: ``source`` is neither (a class is none; make an instance).
         """
         self._check_open()
+        if not isinstance(source, Transport):
+            _check_methods("source", source, "plan")
         return await self._sync.run(TransportSource(source) if isinstance(source, Transport) else source)
 
     def snapshot(self) -> PoolSnapshot:
@@ -147,8 +169,12 @@ class RolloutPool:
         Raises:
             ValueError: Its id is taken by an engine that is not lost.
             EngineLostError: It does not answer.
+            TypeError: An argument is of a wrong type.
         """
         self._check_open()
+        _check_type("engine", engine, ServingEngine)
+        _check_type("kind", kind, EngineKind)
+        _check_type("lease_id", lease_id, str, type(None))
         member = self._state.lifecycle.join(engine, kind, lease_id, self._clock.now())
         try:
             reading = await self._driver.read(member)
@@ -231,3 +257,27 @@ class RolloutPool:
             await self._sync.catch_up(member)
         except Exception:  # noqa: BLE001 - the root of a task: the engine stays stale, the next sync tries again
             _logger.warning("engine %s could not catch up", member.engine_id, exc_info=True)
+
+
+def _check_type(name: str, value: object, *allowed: type) -> None:
+    if not isinstance(value, allowed) or (isinstance(value, bool) and bool not in allowed):
+        names = " or ".join("None" if cls is type(None) else cls.__name__ for cls in allowed)
+        message = f"{name} must be of type {names}, got {shown(value)}"
+        raise TypeError(message)
+
+
+def _check_methods(name: str, value: object, *methods: str) -> None:
+    missing = [method for method in methods if not callable(getattr(value, method, None))]
+    if isinstance(value, type) or missing:
+        message = f"{name} must be an object with {'() and '.join(methods)}(), got {shown(value)}"
+        raise TypeError(message)
+
+
+def _check_engines(name: str, engines: object) -> list[ServingEngine]:
+    if not isinstance(engines, Iterable):
+        message = f"{name} must be a list of engines, got {shown(engines)}"
+        raise TypeError(message)
+    checked = list(engines)
+    for i, engine in enumerate(checked):
+        _check_type(f"{name}[{i}]", engine, ServingEngine)
+    return checked

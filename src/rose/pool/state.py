@@ -52,6 +52,14 @@ from rose.types import (
     VersionConstraint,
 )
 
+_WAITED_FOR = {
+    WaitReason.NO_READY_ENGINE: "a ready engine",
+    WaitReason.VERSION: "an engine with the weight version that it asks for",
+    WaitReason.CIRCUIT: "an engine that was left alone after it failed or was busy",
+    WaitReason.SLOTS: "a free slot on an engine (cap_per_engine)",
+    WaitReason.KV: "room in an engine's KV memory",
+}
+
 
 class PoolState:
     """Turns, engines and reservations of one pool.
@@ -149,8 +157,14 @@ class PoolState:
             case EngineLostError():
                 self._move_on(attempt, HopEnd.LOST, now_s, is_over=True, why=str(error))
                 self.lifecycle.fall_out(member, EngineState.LOST, str(error), now_s)
-            case _:
+            case EngineError():
                 self._break_off(attempt, str(error) or type(error).__name__, now_s, is_over=True)
+            case TypeError() | ValueError() if attempt.record.is_suspect:
+                # One turn must not close every engine: it may be the turn that no engine can digest.
+                self._move_on(attempt, HopEnd.LOST, now_s, is_over=True, why=_name_error(error))
+            case _:
+                attempt.record.is_suspect = True
+                self._break_off(attempt, _name_error(error), now_s, is_over=True)
 
     def released(self, attempt: Attempt, now_s: float) -> None:
         """Note that the engine no longer works on a stopped attempt."""
@@ -284,12 +298,23 @@ class PoolState:
         self._move_on(attempt, HopEnd.STALLED, now_s)
 
     def _miss_deadline(self, record: TurnRecord, now_s: float) -> None:
+        doing = self._describe(record)
         self._withdraw(record, now_s)
         message = (
             f"turn of trajectory {record.turn.trajectory_id!r} was not done after {record.turn.deadline_s} s: "
-            f"{len(record.token_ids)} of {record.turn.sampling.max_tokens} tokens after {len(record.hops)} attempts"
+            f"{len(record.token_ids)} of {record.turn.sampling.max_tokens} tokens after {len(record.hops)} attempts; "
+            f"{doing}"
         )
         self._fail_turn(record, DeadlineExceededError(message), now_s)
+
+    def _describe(self, record: TurnRecord) -> str:
+        """Say where a live turn is, or what it waits for."""
+        if record.attempt is not None:
+            return f"it was on engine {record.attempt.engine_id!r}"
+        decision = self.engines.index.choose(record.view())
+        return (
+            f"it waited for {_WAITED_FOR[decision.reason]}" if isinstance(decision, Wait) else "its turn had just come"
+        )
 
     def _move_on(self, attempt: Attempt, ended: HopEnd, now_s: float, *, is_over: bool = False, why: str = "") -> None:
         """End an attempt before its turn is done: the turn is queued again, unless it turns out to be complete."""
@@ -298,6 +323,7 @@ class PoolState:
         attempt.member.account.num_rerouted += 1
         self._journal.rerouted(attempt, ended, why, now_s)
         record.moved_by = ended
+        record.last_error = why or record.last_error
         record.avoid.add(attempt.engine_id)
         done = record.finish_reason_so_far()
         if done is not None:
@@ -375,8 +401,13 @@ class PoolState:
 
 def _too_many_hops(record: TurnRecord) -> TurnFailedError:
     ends = Counter(hop.ended.value for hop in record.hops)
+    last_error = f"; the last error: {record.last_error}" if record.last_error else ""
     message = (
         f"turn of trajectory {record.turn.trajectory_id!r} was given up after {len(record.hops)} attempts "
-        f"({', '.join(f'{count} {end}' for end, count in ends.items())}); see its hops"
+        f"({', '.join(f'{count} {end}' for end, count in ends.items())}); see its hops{last_error}"
     )
     return TurnFailedError(message, tuple(record.hops))
+
+
+def _name_error(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

@@ -67,7 +67,10 @@ class Attempt:
 
 @attrs.define(kw_only=True, eq=False)
 class TurnRecord:
-    """A turn that is in the pool's hands. ``waiter`` belongs to the caller of the state core."""
+    """A turn that is in the pool's hands. ``waiter`` belongs to the caller of the state core.
+
+    It ``is_suspect`` once an engine failed it with an error that says as much about the request as about the engine.
+    """
 
     turn: Turn
     number: int
@@ -85,6 +88,8 @@ class TurnRecord:
     moved_by: HopEnd | None = None
     pinned: WeightVersion | None = None
     is_dedicated_only: bool = False
+    is_suspect: bool = False
+    last_error: str = ""
 
     @property
     def num_left_tokens(self) -> int:

@@ -81,8 +81,8 @@ class DemoConfig:
     """What one run of the demo does. Everything has a default; ``DemoConfig()`` is ``rose demo`` without options.
 
     Attributes:
-        trace: Request trace to replay on the serving engines (Azure, BurstGPT or Mooncake format, gz or not); ``None``
-            generates a bursty load.
+        trace: Request trace to replay on the serving engines (Azure, BurstGPT, ServeGen or Mooncake format, gz or not);
+            ``None`` generates a bursty load.
         rate_rps: Mean requests a second and serving device that the load is scaled to, over its first half minute.
         trace_offset_s: By how many seconds the windows that the devices replay are moved on in the trace.
         steps: RL steps an arm, learning and sparse phase together.
@@ -131,7 +131,7 @@ class DemoConfig:
         default=0.0, validator=_number("0 or more (seconds)", "0 starts at the first request", lambda value: value >= 0)
     )
 
-    steps: int = attrs.field(default=12, validator=_integer(1, "for example 12"))
+    steps: int = attrs.field(default=12, validator=_integer(1, "for example 12", maximum=10_000))
     sparse_fraction: float = attrs.field(
         default=0.25,
         validator=_number("0 or more and below 1", "0 leaves the sparse phase out", lambda value: 0 <= value < 1),

@@ -15,7 +15,7 @@ import attrs
 
 from rose.errors import ConfigError
 from rose.reference.trajectory import derive_seed
-from rose.simulation.traces import Arrival, read_trace
+from rose.simulation.traces import Arrival, Trace, read_trace
 from rose.simulation.workloads import clip_lengths, generate_bursty
 
 HORIZON_S = 600.0
@@ -72,16 +72,33 @@ def _replay(path: str, *, rate_rps: float, offset_s: float, num_devices: int) ->
     trace = read_trace(path)
     if len(trace.arrivals) < _MIN_REQUESTS:
         message = (
-            f"trace {path} has {len(trace.arrivals)} requests, at least {_MIN_REQUESTS} are needed; use a longer one"
+            f"trace {path} has {_counted(len(trace.arrivals), 'request')}, at least {_MIN_REQUESTS} are needed; "
+            "use a longer one"
         )
         raise ConfigError(message)
     span_s = trace.arrivals[-1].at_s
+    if span_s == 0:
+        message = f"trace {path}: all its {len(trace.arrivals)} requests come at the same time; use one with times that differ"
+        raise ConfigError(message)
     if not 0 <= offset_s < span_s:
         message = f"trace_offset_s = {offset_s:g} is outside trace {path}, which lasts {span_s:g} s; choose less"
         raise ConfigError(message)
     starts = [(offset_s + span_s * (device + 0.5) / num_devices) % span_s for device in range(num_devices)]
     loads = [_window(trace.arrivals, start, rate_rps) for start in starts]
-    return loads, f"{trace.source_format} trace at {rate_rps:g} requests a second and device"
+    return loads, _describe(trace, rate_rps)
+
+
+def _describe(trace: Trace, rate_rps: float) -> str:
+    parts = [f"{trace.source_format} trace at {rate_rps:g} requests a second and device"]
+    if trace.num_skipped:
+        parts.append(f"{_counted(trace.num_skipped, 'row')} without a prompt or an answer left out")
+    if trace.num_reordered:
+        parts.append(f"{_counted(trace.num_reordered, 'row')} out of order sorted")
+    return ", ".join(parts)
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _window(arrivals: Sequence[Arrival], start_s: float, rate_rps: float) -> tuple[Arrival, ...]:

@@ -24,6 +24,7 @@ import zlib
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import attrs
 from attrs import validators as v
@@ -82,7 +83,7 @@ class _CsvFormat:
                 message = f"{len(row)} fields where the header has {len(header)}"
                 raise ValueError(message)
             at, prompt, output = (row[column] for column in columns)
-            yield self.parse_time(at), _count(self.prompt, prompt), _count(self.output, output)
+            yield _time(self.time, at, self.parse_time), _count(self.prompt, prompt), _count(self.output, output)
 
 
 @attrs.define
@@ -96,17 +97,23 @@ def _wall_seconds(text: str) -> float:
     return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
 
 
-def _seconds(text: str | float) -> float:
-    value = float(text)
-    if not math.isfinite(value):
-        message = f"{text!r} is no time"
+def _time(name: str, value: Any, parse: Callable[[Any], float]) -> float:
+    try:
+        time_s = parse(value)
+    except (TypeError, ValueError):
+        time_s = math.nan
+    if not math.isfinite(time_s):
+        message = f"{name} is {value!r}, which is no time"
         raise ValueError(message)
-    return value
+    return time_s
 
 
 def _count(name: str, value: object) -> int:
     """Read a whole number of tokens, also where a tool has written it as ``374.0``."""
-    number = float(value) if isinstance(value, (str, int, float)) and not isinstance(value, bool) else math.nan
+    try:
+        number = float(value) if isinstance(value, (str, int, float)) and not isinstance(value, bool) else math.nan
+    except ValueError:
+        number = math.nan
     if not math.isfinite(number) or number < 0 or number != int(number):
         message = f"{name} is {value!r}, not a whole number of tokens"
         raise ValueError(message)
@@ -117,11 +124,17 @@ _CSV_FORMATS = (
     _CsvFormat(
         name="azure", time="TIMESTAMP", prompt="ContextTokens", output="GeneratedTokens", parse_time=_wall_seconds
     ),
-    _CsvFormat(
-        name="burstgpt", time="Timestamp", prompt="Request tokens", output="Response tokens", parse_time=_seconds
-    ),
-    _CsvFormat(name="servegen", time="timestamp_s", prompt="input_tokens", output="output_tokens", parse_time=_seconds),
+    _CsvFormat(name="burstgpt", time="Timestamp", prompt="Request tokens", output="Response tokens", parse_time=float),
+    _CsvFormat(name="servegen", time="timestamp_s", prompt="input_tokens", output="output_tokens", parse_time=float),
 )
+
+
+def _json(line: str) -> Any:
+    try:
+        return json.loads(line)
+    except json.JSONDecodeError as error:
+        message = f"not JSON ({error.msg}, column {error.colno})"
+        raise ValueError(message) from error
 
 
 def _mooncake_rows(lines: Iterable[str], where: _Where) -> Iterator[Row]:
@@ -129,7 +142,7 @@ def _mooncake_rows(lines: Iterable[str], where: _Where) -> Iterator[Row]:
         where.line = number
         if not line.strip():
             continue
-        row = json.loads(line)
+        row = _json(line)
         if not isinstance(row, Mapping):
             message = "not a JSON object"
             raise ValueError(message)  # noqa: TRY004 - a malformed row is a value problem of the file
@@ -137,7 +150,9 @@ def _mooncake_rows(lines: Iterable[str], where: _Where) -> Iterator[Row]:
         if missing:
             message = f"no {', '.join(missing)}"
             raise ValueError(message)
-        at_ms = _seconds(row["timestamp"] if isinstance(row["timestamp"], (int, float)) else math.nan)
+        at_ms = _time(
+            "timestamp", row["timestamp"], lambda value: float(value) if isinstance(value, (int, float)) else math.nan
+        )
         counts = (_count(name, row[name]) for name in ("input_length", "output_length"))
         yield (at_ms / 1000, *counts)  # type: ignore[misc]
 
@@ -193,7 +208,7 @@ def _find_format(path: Path, first: str) -> tuple[str, Callable[[Iterable[str], 
     for candidate in _CSV_FORMATS:
         if {candidate.time, candidate.prompt, candidate.output} <= header:
             return candidate.name, candidate.rows
-    what = f"unknown format, its first line is {first.strip()[:80]!r}" if first.strip() else "is empty"
+    what = f"unknown format, its first line is {first.strip()[:80]!r}" if first.strip() else "the file is empty"
     message = f"trace {path}: {what}; expected {_KNOWN}"
     raise ConfigError(message)
 

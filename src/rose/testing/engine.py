@@ -2,8 +2,9 @@
 
 Invariants, beyond those of ``rose.interfaces.serving``:
 
-* Tokens are a function of the engine's seed, the request's seed (unless greedy) and all tokens before them, so a turn
-  that moves to another ``FakeEngine`` of the same seed goes on exactly as it would have on the first.
+* A token is a function of the engine's seed, all tokens before it and, unless greedy, the request's seed plus the number
+  of new tokens before it. A pool continues a moved turn with its seed moved on by the tokens made, so a turn that moves
+  to another ``FakeEngine`` of the same seed goes on exactly as it would have on the first.
 * A token is made when the reader asks for it and ``token_s`` have passed on the clock; nothing runs in the background.
 * ``kv_used_tokens`` is the sum of prompt and new tokens over running requests, and never above the budget.
 """
@@ -373,8 +374,8 @@ class FakeEngine(ServingEngine):
         if stream.ended:
             return TokenChunk(finish_reason=stream.ended)
         sampling = stream.request.sampling
-        seed = sampling.seed if sampling.seed is not None and sampling.temperature > 0 else 0
-        draw = xxhash.xxh3_64_intdigest(stream.digest.digest(), seed=seed)
+        seed = sampling.seed + stream.num_new_tokens if sampling.seed is not None and sampling.temperature > 0 else 0
+        draw = xxhash.xxh3_64_intdigest(stream.digest.digest(), seed=seed % 2**64)
         token = draw % self.vocab_size
         if self.next_token:
             token = self.next_token(stream.token_ids, sampling, self.weight_version)

@@ -100,7 +100,7 @@ class Publisher:
         transport: Where they go.
         run: Name of this launch of the trainer.
         targets: Layouts of the engines, the same on every rank; cells are cut along them.
-        anchor_every: Put full weights beside every so-manieth version; 0 never after the first. Without anchors no blob
+        anchor_every: Put full weights beside every n-th version; 0 never after the first. Without anchors no blob
             is ever retired.
         keep: How many of the newest versions are never retired.
         timeout_s: How long one publish may take.

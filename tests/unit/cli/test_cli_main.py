@@ -102,11 +102,13 @@ def test_options_go_over_the_file(runner, tmp_path):
     ("argv", "parts"),
     [
         ([], ["COMMAND", "rose --help"]),
+        (["--nope"], ["--nope", "rose --help"]),
         (["frob"], ["'frob'", "demo", "doctor"]),
         (["demo", "--bogus"], ["--bogus", "rose demo --help"]),
         (["demo", "--step", "3"], ["--step"]),
         (["demo", "--steps", "x"], ["--steps", "'x' is not a whole number"]),
         (["demo", "--steps", "0"], ["--steps must be", "got 0", "12"]),
+        (["demo", "--steps", "10001"], ["--steps must be a whole number from 1 to 10000"]),
         (["demo", "--slo-ttft-ms", "0"], ["--slo-ttft-ms must be above 0", "got 0.0", "500"]),
         (["demo", "--slo-tpot-ms", "nan"], ["--slo-tpot-ms must be above 0", "got nan", "150"]),
         (["demo", "--rate", "fast"], ["--rate", "'fast' is not a number"]),
@@ -150,6 +152,27 @@ def test_a_bad_value_of_the_file_is_not_blamed_on_an_option(runner, capsys, tmp_
     (tmp_path / "demo.toml").write_text("slo_ttft_ms = 0\n")
     line = complaint(capsys, ["demo", "--config", "demo.toml", "--steps", "3"])
     assert line.startswith("demo.toml: slo_ttft_ms must be above 0")
+
+
+@pytest.mark.parametrize("setting", ['trace = "missing.csv"', 'out = "/proc/self"'])
+def test_a_file_or_folder_of_the_configuration_file_is_called_by_its_key(runner, capsys, tmp_path, setting):
+    runner()
+    (tmp_path / "demo.toml").write_text(setting + "\n")
+    line = complaint(capsys, ["demo", "--config", "demo.toml"])
+    assert line.startswith(f"{setting.split()[0]}: cannot ")
+
+
+@pytest.mark.parametrize(
+    "argv", [["--env", "no_such_module:C"], ["--trace", "empty.csv"], ["--config", "profile.toml"]]
+)
+def test_a_refused_run_leaves_no_folder(capsys, tmp_path, monkeypatch, argv):
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty.csv").write_text("")
+    (tmp_path / "profile.toml").write_text('serving_profile = "abacus"\n')
+    monkeypatch.setattr("rose.reference.demo.check_libraries", lambda: None)
+    complaint(capsys, ["demo", "--out", "results/here", *argv])
+    assert not (tmp_path / "results").exists()
 
 
 def test_a_taken_port_is_named(runner, capsys):
@@ -252,8 +275,9 @@ def test_the_command_loads_no_engine_library():
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_ctrl_c_in_a_real_process_gives_a_line_and_no_traceback(tmp_path, number):
-    code = (
+@pytest.mark.parametrize("start", ["", "import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\n"])
+def test_ctrl_c_in_a_real_process_gives_a_line_and_no_traceback(tmp_path, number, start):
+    code = start + (
         "import asyncio, sys\nfrom rose.cli import demo, main\n"
         "async def run_demo(config, *, view):\n    print('up', flush=True)\n    await asyncio.sleep(60)\n"
         "demo._load_runner = lambda: run_demo\nsys.exit(main.main(['demo']))\n"

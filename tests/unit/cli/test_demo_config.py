@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import attrs
 import pytest
 from hypothesis import given
@@ -39,7 +42,7 @@ def test_how_steps_are_shared(steps, learn, sparse):
     [
         ("slo_ttft_ms", 0), ("slo_tpot_ms", 0), ("slo_tpot_ms", -5.0), ("slo_ttft_ms", float("nan")),
         ("slo_ttft_ms", float("inf")), ("slo_ttft_ms", True), ("slo_ttft_ms", "500"),
-        ("steps", 0), ("steps", 1.0), ("steps", True), ("seed", -1), ("seed", 2**31),
+        ("steps", 0), ("steps", 10_001), ("steps", 1.0), ("steps", True), ("seed", -1), ("seed", 2**31),
         ("port", -1), ("port", 65536), ("rate_rps", 0.0), ("trace", ""), ("trace_offset_s", -1.0),
         ("out", ""), ("env", "FrozenLake"), ("env", "a:b:c"), ("env", "a/b:C"),
         ("admission", "paper"), ("k", 0.0), ("sparse_fraction", 1.0),
@@ -59,6 +62,13 @@ def test_a_value_out_of_range_is_refused_with_name_value_and_advice(field, bad):
 def test_every_field_is_described():
     for field in attrs.fields(DemoConfig):
         assert f"        {field.name}: " in DemoConfig.__doc__
+
+
+def test_the_page_lists_every_key_with_its_default():
+    page = (Path(__file__).parents[3] / "docs" / "cli.md").read_text()
+    for field in attrs.fields(DemoConfig):
+        shown = "none" if field.default is None else f"`{json.dumps(field.default)}`"
+        assert f"| `{field.name}` | {shown} | " in page
 
 
 def test_a_file_sets_any_field(tmp_path):

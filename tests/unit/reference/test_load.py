@@ -58,6 +58,15 @@ def test_a_replay_has_the_wanted_rate_in_its_first_half_minute_and_the_traces_le
     assert load.source == "servegen trace at 2 requests a second and device"
 
 
+def test_rows_that_were_left_out_or_sorted_are_told(tmp_path):
+    path = trace_of(tmp_path, [*map(float, range(40)), 38.5])
+    path.write_text(path.read_text() + "50,0,1\n51,1,0\n")
+    assert plan(path).source == (
+        "servegen trace at 2 requests a second and device, "
+        "2 rows without a prompt or an answer left out, 1 row out of order sorted"
+    )
+
+
 def test_a_short_trace_goes_round_and_stays_in_order(tmp_path):
     device = plan(trace_of(tmp_path, [float(index) for index in range(30)]), num_devices=1).by_device[0]
     times = [arrival.at_s for arrival in device]
@@ -77,8 +86,9 @@ def test_the_offset_moves_every_window(tmp_path):
     ("times_s", "offset_s", "complaint"),
     [
         ([float(index) for index in range(19)], 0.0, "has 19 requests, at least 20 are needed"),
+        ([0.0], 0.0, "has 1 request, at least 20"),
         ([float(index) for index in range(30)], 29.0, r"trace_offset_s = 29 is outside trace .*lasts 29 s"),
-        ([0.0] * 30, 0.0, "all at the same time|lasts 0 s"),
+        ([0.0] * 30, 0.0, "all its 30 requests come at the same time"),
         ([*[0.0] * 100, 1.0], 0.5, "at the same time"),
     ],
 )

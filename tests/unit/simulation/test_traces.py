@@ -83,14 +83,14 @@ def test_columns_are_found_by_name(tmp_path):
     ("content", "parts"),
     [
         (AZURE + "2023-11-16 18:15:51,879\n", ("line 4", "2 fields where the header has 3")),
-        (AZURE + "yesterday,879,55\n", ("line 4", "yesterday")),
-        (AZURE + "2023-11-16 18:15:51,many,55\n", ("line 4", "many")),
+        (AZURE + "yesterday,879,55\n", ("line 4", "TIMESTAMP is 'yesterday', which is no time")),
+        (AZURE + "2023-11-16 18:15:51,many,55\n", ("line 4", "ContextTokens is 'many', not a whole")),
         (AZURE + "2023-11-16 18:15:51,12.5,55\n", ("line 4", "ContextTokens is '12.5', not a whole number")),
         (AZURE + "2023-11-16 18:15:51,-3,55\n", ("line 4", "'-3'")),
         (AZURE + "2023-11-16 18:15:51,inf,55\n", ("line 4", "inf")),
         (BURST_GPT + "nan,ChatGPT,1,1,2,API log\n", ("line 5", "no time")),
         (MOONCAKE + '{"timestamp": 1, "input_length": 5}\n', ("line 3", "no output_length")),
-        (MOONCAKE + '{"timestamp": 1, "input_le', ("line 3", "mooncake format")),
+        (MOONCAKE + '{"timestamp": 1, "input_le', ("line 3: not JSON (Unterminated string", "column 18)")),
         (MOONCAKE + "[1, 2]\n", ("line 3", "not a JSON object")),
         (MOONCAKE + '{"timestamp": "x", "input_length": 5, "output_length": 5}\n', ("line 3", "no time")),
         (MOONCAKE + '{"timestamp": 1, "input_length": true, "output_length": 5}\n', ("line 3", "input_length is True")),
@@ -110,7 +110,7 @@ def test_a_malformed_row_is_named_by_file_and_line(tmp_path, content: str, parts
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        ("t.csv", b"", "is empty; expected Azure, BurstGPT"),
+        ("t.csv", b"", "the file is empty; expected Azure, BurstGPT"),
         ("t.csv", b"\n", "is empty"),
         ("t.csv", b"time,tokens\n1,2\n", "unknown format, its first line is 'time,tokens'"),
         ("t.csv", b"\x80\xff\x00\x01", "not a text file"),

@@ -43,6 +43,15 @@ async def test_a_moved_request_goes_on_as_on_the_first_engine(clock):
     assert (await collect(FakeEngine(seed=6), request(max_tokens=8))).token_ids != whole.token_ids
 
 
+async def test_a_moved_request_with_a_seed_goes_on_when_its_seed_moved_on(clock):
+    whole = await collect(FakeEngine(seed=5), request(max_tokens=8, temperature=1.0, seed=7))
+    start = await collect(FakeEngine(seed=5), request(max_tokens=3, temperature=1.0, seed=7))
+    rest = request(max_tokens=5, prompt=(1, 2, 3, *start.token_ids), temperature=1.0, seed=10)
+    assert start.token_ids + (await collect(FakeEngine(seed=5), rest)).token_ids == whole.token_ids
+    other = await collect(FakeEngine(seed=5), request(max_tokens=8, temperature=1.0, seed=-1))
+    assert other.token_ids != whole.token_ids
+
+
 async def test_your_own_tokens_and_end_token():
     engine = FakeEngine(next_token=lambda sequence, _, version: sequence[-1] + version.n, eos_token_id=9)
     engine.weight_version = WeightVersion("run", 2)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from rose.clocks import MonotonicClock
-from rose.errors import BlobNotFoundError, VersionConflictError
+from rose.errors import BlobNotFoundError, ConfigError, VersionConflictError
 from rose.interfaces import Device, ShardSpec, StepWork
 from rose.testing import (
     ClockContract,
@@ -23,6 +23,7 @@ from rose.testing import (
     TrainerRecord,
     TransportContract,
 )
+from rose.types import TransportAddress
 
 WRONG = (
     AssertionError,
@@ -413,3 +414,30 @@ async def test_the_clock_contract_bites(broken, test):
 
 def test_every_clock_test_bites():
     assert {test for _, test in CLOCK_BITES} == names(ClockContract)
+
+
+@pytest.mark.parametrize(
+    ("suite", "factory"),
+    [
+        (TransportContract, "make_transport"),
+        (TrainerContract, "make_trainers"),
+        (DeviceContract, "make_device"),
+        (ClockContract, "make_clock"),
+    ],
+)
+def test_a_misspelt_factory_is_named(suite, factory):
+    class Misspelt(suite):
+        def make_it(self):
+            return None
+
+    with pytest.raises(NotImplementedError, match=rf"override {factory}\(\)"):
+        getattr(Misspelt(), factory)()
+
+
+def test_a_store_without_an_entry_point_is_told_what_to_override():
+    class Nameless(InMemoryTransport):
+        def address(self):
+            return TransportAddress(name="nameless", options=())
+
+    with pytest.raises(ConfigError, match="install the backend's entry point, or override open_second"):
+        TransportContract().open_second(Nameless())

@@ -5,7 +5,7 @@
             return MyEngine(...)
 
 The suites need pytest; those of asynchronous roles need pytest-asyncio in its ``auto`` mode (or an ``asyncio`` mark on
-the subclass). A failing test's docstring says what to look at.
+the subclass). A test's docstring says what to look at when it fails.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import numpy as np
@@ -13,15 +12,16 @@ from rose.testing.trainer import TrainerRecord
 from rose.transfer.layout import bits_dtype, find_cover_problem
 
 
-class TrainerContract(ABC):
+class TrainerContract:
     """Subclass it and override ``make_trainers``; override ``step`` to test that changes show.
 
     Ranks that live in other processes are brought to the test as ``rose.testing.TrainerRecord``.
     """
 
-    @abstractmethod
     def make_trainers(self) -> Sequence[Trainer]:
         """Return every rank of one model, in order of rank."""
+        message = "override make_trainers() and return every rank of one model"
+        raise NotImplementedError(message)
 
     def step(self, trainers: Sequence[Trainer]) -> Sequence[Trainer]:
         """Change some weights on every rank, as an optimizer would, and return the ranks."""

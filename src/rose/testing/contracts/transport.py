@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import uuid
-from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from rose.errors import BlobNotFoundError, VersionConflictError
+from rose.errors import BlobNotFoundError, ConfigError, VersionConflictError
 from rose.interfaces.transport import Transport
 from rose.registry import open_transport
 
 _NUM_THREADS = 8
 
 
-class TransportContract(ABC):
+class TransportContract:
     """Subclass it and override ``make_transport``. Keys are fresh in every test, so a store may be shared.
 
     Attributes:
@@ -25,13 +24,18 @@ class TransportContract(ABC):
 
     large_bytes: int = 3 * 1024 * 1024 + 17
 
-    @abstractmethod
     def make_transport(self) -> Transport:
         """Return an open transport."""
+        message = "override make_transport() and return an open transport"
+        raise NotImplementedError(message)
 
     def open_second(self, transport: Transport) -> Transport:
-        """Open the same store as another process would."""
-        return open_transport(transport.address())
+        """Open the same store as another process would: by its address, which needs the backend's entry point."""
+        try:
+            return open_transport(transport.address())
+        except ConfigError as error:
+            message = f"{error}; install the backend's entry point, or override open_second()"
+            raise ConfigError(message) from error
 
     @pytest.fixture
     def transport(self) -> Iterator[Transport]:
