@@ -15,7 +15,7 @@ SOURCES := src tests examples docs benchmarks
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: env demo test check lint format types layers spelling docs examples bench clean
+.PHONY: env demo test check lint format types layers spelling docs examples bench reproduce clean
 
 env: $(READY)
 
@@ -74,6 +74,11 @@ examples:
 
 bench: env
 	$(BIN)/python benchmarks/codec.py --out benchmarks/results/codec-cpu.json
+	$(BIN)/python benchmarks/pool.py --out benchmarks/results/pool.json
+
+# The tables of docs/reproducing.md; about half an hour on two cores, and it goes on where it was interrupted.
+reproduce: env
+	$(BIN)/python benchmarks/reproduce.py --out benchmarks/results/reproduce.json --docs docs/reproducing-figures.md
 
 clean:
 	rm -rf $(VENV) $(LIGHT) docs/_build build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -23,7 +23,8 @@ calling program, a wrong argument for instance, is a plain ``ValueError`` or ``T
     ├── TurnFailedError (RuntimeError)         a turn could not be finished; carries the hops that were tried
     ├── DeadlineExceededError (TimeoutError)   a wait ran over its ``timeout_s``
     ├── TrainerError (RuntimeError)            a trainer process failed
-    └── EnvironmentFailedError (RuntimeError)  an environment, or the process that runs it, failed
+    ├── EnvironmentFailedError (RuntimeError)  an environment, or the process that runs it, failed
+    └── SimulationError (RuntimeError)         a simulated system is stuck, or a part of it failed
 """
 
 from __future__ import annotations
@@ -128,3 +129,7 @@ class TrainerError(RoseError, RuntimeError):
 
 class EnvironmentFailedError(RoseError, RuntimeError):
     """An environment raised, or the process that runs it is gone."""
+
+
+class SimulationError(RoseError, RuntimeError):
+    """A simulated system is stuck, or a part of it failed; says when and which tasks wait."""

@@ -189,7 +189,7 @@ async def test_memory(bench: Bench) -> None:
         assert bench.num_words > words
         bench.lend(Mode.UNGATED)
         async with asyncio.timeout(20):
-            while (await bench.rollout.snapshot()).num_running < NUM_SLOTS:  # noqa: ASYNC110 - another process
+            while (await bench.rollout.snapshot()).num_running < NUM_SLOTS:
                 await asyncio.sleep(0.1)
 
 
@@ -201,7 +201,7 @@ async def test_revocation(bench: Bench) -> None:
         ended.clear()
         bench.revoke()
         revoked_s = time.monotonic()
-        while len(ended) < NUM_SLOTS:  # noqa: ASYNC110 - the slots are tasks of this test
+        while len(ended) < NUM_SLOTS:
             await asyncio.sleep(0.01)
         assert time.monotonic() - revoked_s < 2.0
         assert set(ended) == {FinishReason.EVICTED}

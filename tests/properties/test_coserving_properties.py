@@ -204,7 +204,8 @@ def test_strict_mode_costs_serving_at_most_one_turn_a_busy_period(requests: list
     turn_s = ROLLOUT.step_s(StepWork(num_decodes=16, context_tokens=8000))
     for before, after in zip(alone, shared, strict=True):
         if len(requests) == 1:
-            assert after.token_times[-1] - before.token_times[-1] <= turn_s + 1e-6
+            # both runs look at a closed gate in between, and for up to ``max_poll_s`` at a time
+            assert after.token_times[-1] - before.token_times[-1] <= turn_s + GovernorConfig().max_poll_s
 
 
 MEMORY = st.builds(

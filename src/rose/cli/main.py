@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
 from typing import NoReturn
 
-from rose.cli import demo, doctor
+from rose.cli import demo, doctor, simulate
 from rose.errors import ConfigError, RoseError
 
 EXIT_OK, EXIT_BUG, EXIT_USER_ERROR, EXIT_INTERRUPTED = 0, 1, 2, 130
@@ -51,6 +51,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"rose {version('rose-rl')}")
     commands = parser.add_subparsers(metavar="COMMAND", title="commands", dest="command")
     demo.add_command(commands, epilog=_EPILOG)
+    simulate.add_command(commands, epilog=_EPILOG)
     doctor.add_command(commands)
     return parser
 

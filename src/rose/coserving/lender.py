@@ -7,20 +7,23 @@ Invariants:
 * The ledger is written before anybody is told: once ``revoke`` returns, the rollout engine starts no further device turn
   and evicts its requests at its next look, at most one turn plus the governor's ``max_hold_s`` later.
 * Decisions are ``rose.policies.lending``; this class keeps the state and writes the ledgers.
+* ``_leases`` has exactly the leases in force, which their devices have too; each has one entry in the heap ``_ends``, never
+  later than its end. So renewing takes the same time for any number of devices.
 """
 
 from __future__ import annotations
 
 import enum
+import heapq
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Protocol
 
 import attrs
 
-from rose.coserving.ledger import Ledger
 from rose.errors import LeaseError, LedgerError
 from rose.interfaces.clock import Clock
-from rose.policies.admission import Budget, Mode
+from rose.policies.admission import Budget, Mode, ServingState
 from rose.policies.lending import DeviceUse, Lease, LendingConfig, plan_expiry, plan_grants
 from rose.types import DeviceId, JobId, LeaseId
 
@@ -45,9 +48,32 @@ class LeaseEvent:
 Listener = Callable[[LeaseEvent], None]
 
 
-@attrs.define
+class LenderLedger(Protocol):
+    """What the lender needs of a device's ledger. ``rose.coserving.ledger.Ledger`` has it, over a shared file."""
+
+    def publish_budget(self, budget: Budget) -> None:
+        """Write what is allowed on the device."""
+
+    def budget(self) -> Budget:
+        """Read what was written last.
+
+        Raises:
+            LedgerError: It cannot be read.
+        """
+
+    def serving(self) -> ServingState:
+        """Read serving's state.
+
+        Raises:
+            LedgerError: It cannot be read.
+        """
+
+
+@attrs.define(eq=False, kw_only=True)
 class _Device:
-    ledger: Ledger
+    device_id: DeviceId
+    number: int
+    ledger: LenderLedger
     last_token: int
     lease: Lease | None = None
 
@@ -57,7 +83,7 @@ class Lender:
 
     def __init__(
         self,
-        ledgers: Mapping[DeviceId, Ledger],
+        ledgers: Mapping[DeviceId, LenderLedger],
         clock: Clock,
         config: LendingConfig | None = None,
         mode: Mode = Mode.SLO,
@@ -71,7 +97,12 @@ class Lender:
         self._mode = mode
         self._is_stopped = False
         self._listeners: list[Listener] = []
-        self._devices = {device_id: _Device(ledger, _token_in(ledger) + 1) for device_id, ledger in ledgers.items()}
+        self._devices = {
+            device_id: _Device(device_id=device_id, number=number, ledger=ledger, last_token=_token_in(ledger) + 1)
+            for number, (device_id, ledger) in enumerate(ledgers.items())
+        }
+        self._leases: dict[LeaseId, Lease] = {}
+        self._ends: list[tuple[float, LeaseId]] = []
         for device in self._devices.values():
             self._publish(device)
 
@@ -84,6 +115,10 @@ class Lender:
     def leases(self) -> tuple[Lease, ...]:
         """The leases in force."""
         return tuple(device.lease for device in self._devices.values() if device.lease is not None)
+
+    def is_in_force(self, lease_id: LeaseId) -> bool:
+        """Tell whether a lease was granted and not ended since; one that is over but not yet ended still counts."""
+        return lease_id in self._leases
 
     def subscribe(self, listener: Listener) -> None:
         """Call ``listener`` after every change, on the caller's thread. It must not call the lender back."""
@@ -109,10 +144,13 @@ class Lender:
         self.expire()
         if self._is_stopped:
             return ()
-        leases = plan_grants(self._config, self._uses(), job, num_devices, self._clock.now())
+        uses = [_use(device) for device in self._devices.values()]
+        leases = plan_grants(self._config, uses, job, num_devices, self._clock.now())
         for lease in leases:
             device = self._devices[lease.device_id]
             device.lease, device.last_token = lease, lease.fencing_token
+            self._leases[lease.lease_id] = lease
+            heapq.heappush(self._ends, (lease.expires_s, lease.lease_id))
             self._publish(device)
             self._tell(LeaseChange.GRANTED, lease)
         return leases
@@ -124,14 +162,15 @@ class Lender:
             LeaseError: The lease is unknown, expired or revoked.
         """
         self.expire()
-        for device in self._devices.values():
-            if device.lease is not None and device.lease.lease_id == lease_id:
-                device.lease = attrs.evolve(device.lease, expires_s=self._clock.now() + self._config.ttl_s)
-                self._publish(device)
-                self._tell(LeaseChange.RENEWED, device.lease)
-                return device.lease
-        message = f"lease {lease_id} is not in force (never granted, expired or revoked); ask for a new one"
-        raise LeaseError(message)
+        if lease_id not in self._leases:
+            message = f"lease {lease_id} is not in force (never granted, expired or revoked); ask for a new one"
+            raise LeaseError(message)
+        lease = attrs.evolve(self._leases[lease_id], expires_s=self._clock.now() + self._config.ttl_s)
+        device = self._devices[lease.device_id]
+        device.lease = self._leases[lease_id] = lease
+        self._publish(device)
+        self._tell(LeaseChange.RENEWED, lease)
+        return lease
 
     def revoke(self, device_id: DeviceId | None = None) -> tuple[Lease, ...]:
         """End the lease of one device, or of all when none is named. A device without a lease is left alone.
@@ -147,7 +186,10 @@ class Lender:
 
     def expire(self) -> tuple[Lease, ...]:
         """End the leases whose time is over; call it now and then. Engines refuse expired leases by themselves."""
-        return self._end(plan_expiry(self._uses(), self._clock.now()), LeaseChange.EXPIRED)
+        now_s = self._clock.now()
+        devices = [self._devices[lease.device_id] for lease in self._pop_due(now_s)]
+        devices.sort(key=lambda device: device.number)
+        return self._end(plan_expiry([_use(device) for device in devices], now_s), LeaseChange.EXPIRED)
 
     def stop(self) -> tuple[Lease, ...]:
         """Serving's kill switch: end every lease and grant none until ``allow``."""
@@ -158,26 +200,25 @@ class Lender:
         """Lend again after ``stop``."""
         self._is_stopped = False
 
+    def _pop_due(self, now_s: float) -> Iterator[Lease]:
+        """Take the leases that may be over out of the heap; those renewed since they were put there go back into it."""
+        while self._ends and self._ends[0][0] <= now_s:
+            lease = self._leases.get(heapq.heappop(self._ends)[1])
+            if lease is not None and lease.expires_s > now_s:
+                heapq.heappush(self._ends, (lease.expires_s, lease.lease_id))
+            elif lease is not None:
+                yield lease
+
     def _end(self, leases: Iterable[Lease], change: LeaseChange) -> tuple[Lease, ...]:
         ended = tuple(leases)
         for lease in ended:
+            del self._leases[lease.lease_id]
             device = self._devices[lease.device_id]
             device.lease, device.last_token = None, device.last_token + 1
             self._publish(device)
         for lease in ended:
             self._tell(change, lease)
         return ended
-
-    def _uses(self) -> list[DeviceUse]:
-        return [
-            DeviceUse(
-                device_id=device_id,
-                kv_use_fraction=_kv_use(device.ledger),
-                last_token=device.last_token,
-                lease=device.lease,
-            )
-            for device_id, device in self._devices.items()
-        ]
 
     def _publish(self, device: _Device) -> None:
         lease = device.lease
@@ -195,14 +236,24 @@ class Lender:
             listener(LeaseEvent(change, lease))
 
 
-def _token_in(ledger: Ledger) -> int:
+def _token_in(ledger: LenderLedger) -> int:
     try:
         return ledger.budget().fencing_token
     except LedgerError:
         return 0
 
 
-def _kv_use(ledger: Ledger) -> float | None:
+def _use(device: _Device) -> DeviceUse:
+    """Describe a device; serving is asked only where nothing is lent yet."""
+    return DeviceUse(
+        device_id=device.device_id,
+        kv_use_fraction=_kv_use(device.ledger) if device.lease is None else None,
+        last_token=device.last_token,
+        lease=device.lease,
+    )
+
+
+def _kv_use(ledger: LenderLedger) -> float | None:
     """Return serving's KV use as a fraction, ``None`` when serving never spoke or cannot be read."""
     try:
         serving = ledger.serving()

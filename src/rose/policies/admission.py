@@ -32,7 +32,7 @@ class Mode(enum.Enum):
     SLO = "slo"  # fill up to the SLO
     QUIET = "quiet"  # serving's own latency hardly moves
     STRICT = "strict"  # only while serving has no request at all
-    PAPER = "paper"  # the published rule: start while both slacks are positive
+    PAPER = "paper"  # the published rule: rollouts first while both slacks stay positive
     UNGATED = "ungated"  # first come, first served: the base line
     CLOSED = "closed"  # no rollout step
 
@@ -249,7 +249,7 @@ def decide(  # noqa: PLR0911 - one return a rule
     if mode is Mode.STRICT:
         return Hold(HoldReason.SERVING_BUSY)
     if mode is Mode.PAPER:
-        return _decide_as_published(config, serving, now_s)
+        return _decide_as_published(config, serving, step_s, now_s)
     if num_waiting:
         return Hold(HoldReason.PROMPT_WAITS)
     return START if slack_s(serving, now_s) >= step_s else Hold(HoldReason.NO_SLACK)
@@ -265,17 +265,22 @@ def _distrust(config: AdmissionConfig, serving: ServingState | None, now_s: floa
     return None
 
 
-def _decide_as_published(config: AdmissionConfig, serving: ServingState, now_s: float) -> Decision:
+def _decide_as_published(config: AdmissionConfig, serving: ServingState, step_s: float, now_s: float) -> Decision:
+    """Return whether both slacks stay positive after the step; nothing is kept for a prompt that may arrive during it."""
     decode_slack_s = serving.last_step_end_s + config.slo.tpot_s - serving.next_decode_s - now_s
     prefill_slack_s = math.inf
     if serving.num_prompts_waiting and not math.isnan(serving.oldest_arrival_s):
         prefill_slack_s = serving.oldest_arrival_s + config.slo.ttft_s - (config.arrival_reserve_s or 0.0) - now_s
-    return START if min(decode_slack_s, prefill_slack_s) > 0 else Hold(HoldReason.NO_SLACK)
+    return START if min(decode_slack_s, prefill_slack_s) > step_s else Hold(HoldReason.NO_SLACK)
 
 
 def slack_s(serving: ServingState, now_s: float) -> float:
     """Return how long the device may be away from serving from ``now_s`` on; ``inf`` when nothing decodes."""
     return serving.deadline_s - serving.next_decode_s - now_s
+
+
+YIELDING_MODES = (Mode.SLO, Mode.QUIET, Mode.PAPER)
+"""Modes in which serving waits for a rollout engine that is between two steps."""
 
 
 def should_yield(
@@ -284,7 +289,8 @@ def should_yield(
     """Return whether serving, about to start a step, leaves the device to a rollout engine that is between two steps.
 
     Without this, "rollout first while slack lasts" would become strict alternation: the rollout engine's host work
-    between steps lets serving in every time. Serving waits only for a step that ``decide`` would let start.
+    between steps lets serving in every time. Serving waits only for a step that ``decide`` would let start, and never with a
+    prompt of its own to compute.
 
     Args:
         config: The admission settings.
@@ -294,6 +300,6 @@ def should_yield(
         step_s: How long its next step takes.
         now_s: The time.
     """
-    if mode not in (Mode.SLO, Mode.QUIET) or now_s >= wants_until_s:
+    if mode not in YIELDING_MODES or now_s >= wants_until_s or own.num_prompts_waiting:
         return False
     return decide(config, mode, own, step_s, now_s) == START

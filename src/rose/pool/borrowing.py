@@ -70,8 +70,10 @@ class Borrower:
         await self._group.__aenter__()
         self._lender.subscribe(self._hear)
         try:
-            for lease in leases:
-                await self._join(lease)
+            outcomes = await asyncio.gather(*(self._join(lease) for lease in leases), return_exceptions=True)
+            for outcome in outcomes:
+                if outcome is not None:
+                    raise outcome  # noqa: TRY301 - as if it had been awaited alone
         except BaseException:
             for lease in leases:
                 self._give_back(lease)
@@ -112,7 +114,7 @@ class Borrower:
 
     def _give_back(self, lease: Lease) -> None:
         """End a lease unless it is over already: the device may be another job's by now."""
-        if any(held.lease_id == lease.lease_id for held in self._lender.leases):
+        if self._lender.is_in_force(lease.lease_id):
             self._lender.revoke(lease.device_id)
 
     def _hear(self, event: LeaseEvent) -> None:
@@ -124,9 +126,8 @@ class Borrower:
             now_s = self._clock.now()
             ends_s = min((lease.expires_s for lease in self._leases.values()), default=now_s + _RENEWALS_PER_TTL)
             await self._clock.sleep((ends_s - now_s) / _RENEWALS_PER_TTL)
-            states = {view.engine_id: view.state for view in self._pool.snapshot().engines}
             for device_id, lease in list(self._leases.items()):
-                if states.get(self._engines[device_id].engine_id, EngineState.LOST) is EngineState.LOST:
+                if self._pool.state_of(self._engines[device_id].engine_id) in (None, EngineState.LOST):
                     self._give_back(lease)
                     continue  # ``_leave`` hears of that, as of every lease that the lender ended
                 with contextlib.suppress(LeaseError):

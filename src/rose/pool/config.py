@@ -29,6 +29,8 @@ class PoolConfig:
     Attributes:
         routing: Limits of the routing policy.
         stall_s: A turn that got no token for this long is moved. Time in which the pool updates the engine is not counted.
+        first_token_s: A turn that has no token yet may wait this long for the prompts before it, as long as its engine makes tokens
+            for other turns.
         max_hops: Attempts of one turn that may end without a single token, busy answers not counted. Those that gave tokens
             are bounded by the turn's own budget of tokens.
         max_busy: Busy answers that one turn may meet.
@@ -48,6 +50,7 @@ class PoolConfig:
 
     routing: RoutingConfig = attrs.field(factory=RoutingConfig, validator=checks.instance(RoutingConfig))
     stall_s: float = attrs.field(default=2.0, validator=checks.number(above=0))
+    first_token_s: float = attrs.field(default=20.0, validator=checks.number(above=0))
     max_hops: int = attrs.field(default=16, validator=checks.integer(1))
     max_busy: int = attrs.field(default=64, validator=checks.integer(1))
     resume_after_abort: ResumePolicy = attrs.field(default=ResumePolicy.ON, validator=checks.instance(ResumePolicy))

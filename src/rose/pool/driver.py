@@ -4,7 +4,8 @@ Invariants:
 
 * Every task belongs to one task group; ``stop`` ends them all.
 * A report to the state is followed by ``apply`` before anything else runs.
-* One task feeds each started attempt, one aborts each that is given up, one waits for the next moment that matters.
+* One task feeds each started attempt, one aborts each that is given up, one waits for the next moment that matters. Two watch
+  each engine: one reads it now and then, one sees to it that the readings come in time.
 * Observers are called by the event loop, after the fact; what they raise does not reach the pool.
 """
 
@@ -12,13 +13,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import AsyncIterator, Coroutine
 from typing import Any
 
 from rose.errors import DeadlineExceededError, EngineError, EngineLostError, RoseError
 from rose.interfaces import Clock
 from rose.policies.routing import EngineState
-from rose.pool.actions import SettleTurn, StartAttempt, StopAttempt
+from rose.pool.actions import TIME_EPSILON_S, SettleTurn, StartAttempt, StopAttempt
 from rose.pool.config import PoolConfig
 from rose.pool.events import Observer
 from rose.pool.membership import Member
@@ -50,7 +52,7 @@ class Driver:
         self._background: set[asyncio.Task[None]] = set()
         self._alarm: asyncio.Task[None] | None = None
         self._alarm_s = 0.0
-        self._free_waiters: dict[asyncio.Future[None], Member] = {}
+        self._free: dict[Member, asyncio.Event] = {}
 
     async def start(self) -> None:
         """Begin; in the task that will call ``stop``."""
@@ -86,8 +88,9 @@ class Driver:
             loop = asyncio.get_running_loop()
             for event in events:
                 loop.call_soon(self._on_event, event)
-        if self._free_waiters:
-            self._wake_free_waiters()
+        for member in self._state.engines.take_freed():
+            if member in self._free:
+                self._free.pop(member).set()
         self._set_alarm()
 
     async def _pump(self, attempt: Attempt) -> None:
@@ -159,18 +162,34 @@ class Driver:
 
     async def watch(self, member: Member) -> None:
         """Read an engine's load and health until it leaves or is lost."""
+        guard = self.spawn(self._guard(member, asyncio.current_task()))
         try:
             while True:
                 await self._clock.sleep(self._config.reading_interval_s)
                 if not self._state.engines.is_present(member):
                     return
-                self._state.lifecycle.note_reading(member, await self.read(member))
+                member.asked_s = self._clock.now()
+                reading = await member.engine.snapshot()
+                member.asked_s = math.inf
+                self._state.lifecycle.note_reading(member, reading)
                 self.apply()
         except Exception as error:  # noqa: BLE001 - the root of a task: an engine that cannot be read cannot be trusted
-            self._state.lifecycle.fall_out(
-                member, EngineState.LOST, f"it could not be read: {error}", self._clock.now()
-            )
-            self.apply()
+            self._lose(member, str(error))
+        finally:
+            guard.cancel()
+
+    async def _guard(self, member: Member, watcher: asyncio.Task[None] | None) -> None:
+        """End ``watch`` when a reading does not come in time; wakes about once in ``reading_timeout_s``."""
+        timeout_s = self._config.reading_timeout_s
+        while (now_s := self._clock.now()) < member.asked_s + timeout_s - TIME_EPSILON_S:
+            await self._clock.sleep(min(member.asked_s, now_s) + timeout_s - now_s)
+        if watcher is not None:
+            watcher.cancel()
+        self._lose(member, f"reading engine {member.engine_id!r} was not done after {timeout_s} s")
+
+    def _lose(self, member: Member, why: str) -> None:
+        self._state.lifecycle.fall_out(member, EngineState.LOST, f"it could not be read: {why}", self._clock.now())
+        self.apply()
 
     def _set_alarm(self) -> None:
         """See to it that ``tick`` is called when time alone changes something."""
@@ -182,13 +201,18 @@ class Driver:
                 return
             self._alarm.cancel()
         self._alarm_s = due_s
-        self._alarm = self.spawn(self._ring(due_s))
+        self._alarm = self.spawn(self._ring())
 
-    async def _ring(self, due_s: float) -> None:
-        await self._clock.sleep(due_s - self._clock.now())
+    async def _ring(self) -> None:
+        while True:
+            await self._clock.sleep(self._alarm_s - self._clock.now())
+            self._state.tick(self._clock.now())
+            self.apply()
+            due_s = self._state.next_due_s()
+            if due_s is None:
+                break
+            self._alarm_s = due_s
         self._alarm = None
-        self._state.tick(self._clock.now())
-        self.apply()
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run ``work`` in the background until it ends or ``stop``; it must not raise."""
@@ -201,23 +225,15 @@ class Driver:
         """Return true once the engine works on nothing of the pool's, false after ``timeout_s``."""
         if not member.held:
             return True
-        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._free_waiters[waiter] = member
+        freed = self._free.setdefault(member, asyncio.Event()).wait()
         try:
             if timeout_s is None:
-                await waiter
+                await freed
             else:
-                await within(self._clock, waiter, timeout_s, what=f"freeing engine {member.engine_id!r}")
+                await within(self._clock, freed, timeout_s, what=f"freeing engine {member.engine_id!r}")
         except DeadlineExceededError:
             return False
-        finally:
-            self._free_waiters.pop(waiter, None)
         return True
-
-    def _wake_free_waiters(self) -> None:
-        for waiter, member in self._free_waiters.items():
-            if not member.held and not waiter.done():
-                waiter.set_result(None)
 
 
 def _settle(waiter: asyncio.Future[TurnResult], outcome: TurnResult | RoseError) -> None:

@@ -57,7 +57,7 @@ class EngineAccount:
 
 @attrs.define(kw_only=True, eq=False)
 class Member:
-    """One engine and what the pool knows of it."""
+    """One engine and what the pool knows of it. ``asked_s`` is when it was asked for a reading that it has not given yet."""
 
     engine: ServingEngine
     kind: EngineKind
@@ -71,6 +71,7 @@ class Member:
     kv_reserved_tokens: int = 0
     last_token_s: float = -math.inf
     busy_since_s: float = 0.0
+    asked_s: float = math.inf
 
     @property
     def engine_id(self) -> EngineId:
@@ -115,6 +116,7 @@ class Membership:
         self._config = config
         self._rng = rng
         self._accounts: dict[EngineId, EngineAccount] = {}
+        self._freed: list[Member] = []
 
     def get(self, engine_id: EngineId) -> Member:
         """Return a member.
@@ -196,7 +198,13 @@ class Membership:
         member.kv_reserved_tokens -= attempt.max_kv_tokens
         if not member.held:
             member.account.busy_s += now_s - member.busy_since_s
+            self._freed.append(member)
         self.refresh(member)
+
+    def take_freed(self) -> list[Member]:
+        """Return the members whose last request ended since the last call."""
+        freed, self._freed = self._freed, []
+        return freed
 
     def open_attempts(self, member: Member) -> list[Attempt]:
         """Return the member's attempts that have not ended, oldest first."""

@@ -153,6 +153,11 @@ class RolloutPool:
             version=self._state.engines.version,
         )
 
+    def state_of(self, engine_id: EngineId) -> EngineState | None:
+        """Return an engine's state, ``None`` when it is not in the pool."""
+        member = self._state.engines.members.get(engine_id)
+        return None if member is None else member.state
+
     def accounts(self) -> dict[EngineId, EngineAccount]:
         """Return what each engine did for this pool, those that left included."""
         return self._state.engines.accounts(self._clock.now())

@@ -15,7 +15,6 @@ busy, aborted) -> ... -> settled with a result or an error, or cancelled by its 
 from __future__ import annotations
 
 import itertools
-import math
 from collections import Counter
 from random import Random
 from typing import Any
@@ -30,6 +29,7 @@ from rose.errors import (
     RoseError,
     TurnFailedError,
 )
+from rose.policies.ordered import Sizes
 from rose.policies.routing import Assign, EngineState, Wait, WaitReason
 from rose.policies.staleness import is_admissible
 from rose.pool.actions import TIME_EPSILON_S, Action, SettleTurn, StartAttempt, StopAttempt, TimerKind, Timers
@@ -49,7 +49,6 @@ from rose.types import (
     TokenChunk,
     Turn,
     TurnResult,
-    VersionConstraint,
 )
 
 _WAITED_FOR = {
@@ -98,8 +97,8 @@ class PoolState:
             affinity=self._memory.last_engine(turn.trajectory_id),
             waiter=waiter,
         )
-        self.live[number] = record
         self._waiting.add(record)
+        self.live[number] = record
         if turn.deadline_s is not None:
             self._timers.set(now_s + turn.deadline_s, TimerKind.DEADLINE, number)
         return record
@@ -189,8 +188,9 @@ class PoolState:
 
     def plan(self, now_s: float) -> tuple[list[Action], list[PoolEvent]]:
         """Route every turn that can go now; returns the I/O to do, in order, and what there is to tell."""
-        if len(self._waiting) and self.engines.index.has_open_engine():
-            self._route(now_s)
+        while len(self._waiting) and self.engines.index.has_open_engine():
+            if not self._route_next(now_s):
+                break
         actions, self._actions = self._actions, []
         return actions, self._journal.take()
 
@@ -202,28 +202,38 @@ class PoolState:
 
     def waiting_reasons(self) -> Counter[WaitReason]:
         """Count the waiting turns by what they wait for."""
-        decisions = (self.engines.index.choose(record.view()) for record in self._waiting)
-        return Counter(decision.reason for decision in decisions if isinstance(decision, Wait))
+        reasons: Counter[WaitReason] = Counter()
+        for head in self._waiting.heads():
+            decision = self.engines.index.choose(head.view())
+            # An engine that takes the first but not the others has no KV room for these.
+            reason = decision.reason if isinstance(decision, Wait) else WaitReason.KV
+            reasons[reason] += self._waiting.num_unfit(head, self._room_for(head))
+        return +reasons
 
     # Below: one small step each.
 
-    def _route(self, now_s: float) -> None:
-        # Room only shrinks during one walk, so a turn that needs no less than one that found nothing finds nothing.
-        hopeless: dict[tuple[VersionConstraint, bool], tuple[int, int]] = {}
-        for record in self._waiting:
-            kind = (record.versions, record.is_dedicated_only)
-            prompt, rest = hopeless.get(kind, (math.inf, math.inf))
-            if record.num_prompt_tokens >= prompt and record.num_left_tokens >= rest:
-                continue
+    def _route_next(self, now_s: float) -> bool:
+        """Move the first turn in the queue that need not wait; returns whether there was one."""
+        record = min(self._waiting.heads(), key=_order)
+        decision = self.engines.index.choose(record.view())
+        if isinstance(decision, Wait):
+            movable = [first for head in self._waiting.heads() if (first := self._first_movable(head)) is not None]
+            if not movable:
+                return False
+            record = min(movable, key=_order)
             decision = self.engines.index.choose(record.view())
-            if isinstance(decision, Assign):
-                self._assign(record, decision, now_s)
-                if not self.engines.index.has_open_engine():
-                    return
-            elif decision.reason is WaitReason.VERSION and self._is_out_of_reach(record):
-                self._give_up_version(record, now_s)
-            else:
-                hopeless[kind] = (record.num_prompt_tokens, record.num_left_tokens)
+        if isinstance(decision, Assign):
+            self._assign(record, decision, now_s)
+        else:
+            self._give_up_version(record, now_s)
+        return True
+
+    def _first_movable(self, head: TurnRecord) -> TurnRecord | None:
+        """Return the first turn in the line of ``head`` that an engine has room for; any, once their version is gone."""
+        return head if self._is_version_gone(head) else self._waiting.first_fitting(head, self._room_for(head))
+
+    def _room_for(self, record: TurnRecord) -> Sizes:
+        return self.engines.index.room(record.versions, is_dedicated_only=record.is_dedicated_only)
 
     def _assign(self, record: TurnRecord, decision: Assign, now_s: float) -> None:
         self._waiting.remove(record)
@@ -290,6 +300,11 @@ class PoolState:
         due_s = attempt.last_progress_s + self._config.stall_s
         if member.state is EngineState.UPDATING:
             due_s = now_s + self._config.stall_s
+        elif attempt.num_tokens == 0 and member.last_token_s > now_s - self._config.stall_s:
+            due_s = max(
+                due_s, attempt.last_progress_s + self._config.first_token_s
+            )  # it waits for its place, nothing stands
+            due_s = min(due_s, max(now_s, member.last_token_s) + self._config.stall_s)
         if due_s > now_s + TIME_EPSILON_S:
             self._timers.set(due_s, TimerKind.STALL, attempt.number)
             return
@@ -370,11 +385,13 @@ class PoolState:
         self._actions.append(SettleTurn(record, error))
         self._journal.failed(record, str(error), now_s)
 
-    def _is_out_of_reach(self, record: TurnRecord) -> bool:
+    def _is_version_gone(self, record: TurnRecord) -> bool:
+        """Tell whether ready engines have a wrong version, and none will ever have the right one."""
         index = self.engines.index
-        if record.pinned is not None and record.pinned.run != index.run:
-            return True
-        return index.is_out_of_reach(record.versions)
+        is_out_of_reach = record.pinned is not None and record.pinned.run != index.run
+        if not is_out_of_reach and not index.is_out_of_reach(record.versions):
+            return False
+        return index.choose(record.view()) == Wait(WaitReason.VERSION)
 
     def _give_up_version(self, record: TurnRecord, now_s: float) -> None:
         self._waiting.remove(record)
@@ -397,6 +414,10 @@ class PoolState:
         if kind is TimerKind.DEADLINE:
             return subject in self.live
         return self.engines.members.get(subject.engine_id) is subject
+
+
+def _order(record: TurnRecord) -> tuple[int, int, int]:
+    return record.order
 
 
 def _too_many_hops(record: TurnRecord) -> TurnFailedError:

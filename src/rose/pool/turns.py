@@ -40,6 +40,10 @@ if TYPE_CHECKING:
     from rose.pool.membership import Member
 
 
+Demand = tuple[VersionConstraint, bool, str | None]
+"""What a turn asks of engines apart from room: versions, dedicated ones only, and the run that it is pinned to if any."""
+
+
 @attrs.define(kw_only=True, eq=False)
 class Attempt:
     """One request to one engine. ``is_open`` until it ended or the pool gave it up; ``is_started`` once it may be known there."""
@@ -110,6 +114,11 @@ class TurnRecord:
     def versions(self) -> VersionConstraint:
         """Return which versions the next attempt may run on."""
         return self.turn.versions if self.pinned is None else Exactly(self.pinned.n)
+
+    @property
+    def demand(self) -> Demand:
+        """Return what the next attempt asks of engines apart from room."""
+        return self.versions, self.is_dedicated_only, None if self.pinned is None else self.pinned.run
 
     @property
     def num_prompt_tokens(self) -> int:

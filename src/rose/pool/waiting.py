@@ -1,50 +1,81 @@
 """The queue of turns that wait for an engine, and what the pool remembers of trajectories to order it.
 
-Invariants: the queue is sorted by (start of the group, turns that the trajectory has behind it, arrival), so that groups
-stay together and old trajectories move first; both memories hold at most ``max_entries``, the least recently used go.
+Invariants:
+
+* The queue is sorted by (start of the group, turns that the trajectory has behind it, arrival), so that groups stay together
+  and old trajectories move first.
+* Turns that ask for the same engines (versions, kind) form a line. Of a line, only the size of its turns decides who can go,
+  so the first that can is found without a walk over the queue.
+* Both memories hold at most ``max_entries``, the least recently used go.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+import heapq
 from collections import OrderedDict
 from collections.abc import Iterator
 
 import attrs
 
-from rose.pool.turns import TurnRecord
+from rose.policies.ordered import OrderedRoom, Sizes
+from rose.pool.turns import Demand, TurnRecord
 from rose.types import EngineId
 
-
-def _sort_key(record: TurnRecord) -> tuple[int, int, int]:
-    return record.order
+Order = tuple[int, int, int]
 
 
 class WaitingQueue:
     """Waiting turns in their order."""
 
     def __init__(self) -> None:
-        self._records: list[TurnRecord] = []
+        self._records: dict[Order, TurnRecord] = {}
+        self._lines: dict[Demand, OrderedRoom[Order]] = {}
 
     def __len__(self) -> int:
         """Return how many turns wait."""
         return len(self._records)
 
     def __iter__(self) -> Iterator[TurnRecord]:
-        """Iterate over a copy, so that turns may leave on the way."""
-        return iter(tuple(self._records))
+        """Iterate over a copy, in order, so that turns may leave on the way."""
+        return iter([self._records[order] for order in heapq.merge(*self._lines.values())])
 
     def add(self, record: TurnRecord) -> None:
         """Put a turn at its place."""
-        insort(self._records, record, key=_sort_key)
+        # Less is more here: the turns to find are those that need at most what there is.
+        num_prompt_tokens = record.num_prompt_tokens
+        sizes = (-num_prompt_tokens - record.num_left_tokens, -num_prompt_tokens)
+        line = self._lines.get(record.demand)
+        if line is None:
+            line = self._lines[record.demand] = OrderedRoom()
+        line.add(record.order, sizes)
+        self._records[record.order] = record
 
     def remove(self, record: TurnRecord) -> bool:
-        """Take a turn out; returns whether it was in."""
-        place = bisect_left(self._records, record.order, key=_sort_key)
-        if place == len(self._records) or self._records[place] is not record:
+        """Take a turn out; returns whether it was in. What it asks for must not have changed since it was added."""
+        if self._records.get(record.order) is not record:
             return False
-        del self._records[place]
+        del self._records[record.order]
+        line = self._lines[record.demand]
+        line.remove(record.order)
+        if not len(line):
+            del self._lines[record.demand]
         return True
+
+    def heads(self) -> list[TurnRecord]:
+        """Return the first turn of each line."""
+        return [self._records[next(iter(line))] for line in self._lines.values()]
+
+    def first_fitting(self, head: TurnRecord, room: Sizes) -> TurnRecord | None:
+        """Return the first turn in the line of ``head`` for which ``room`` (see ``RoutingIndex.room``) is enough."""
+        order = next(self._fitting(head, room), None)
+        return None if order is None else self._records[order]
+
+    def num_unfit(self, head: TurnRecord, room: Sizes) -> int:
+        """Return how many turns in the line of ``head`` need more than ``room``."""
+        return len(self._lines[head.demand]) - sum(1 for _ in self._fitting(head, room))
+
+    def _fitting(self, head: TurnRecord, room: Sizes) -> Iterator[Order]:
+        return self._lines[head.demand].fitting((-room[0], -room[1]))
 
 
 @attrs.define

@@ -81,6 +81,7 @@ class WeightSync:
         self._apply = apply
         self._lock = asyncio.Lock()
         self._source: UpdateSource | None = None
+        self._behind: list[Member] = []
 
     async def run(self, source: UpdateSource) -> SyncReport:
         """Update every engine that can be updated."""
@@ -89,10 +90,12 @@ class WeightSync:
             return await self._update(source, self._state.engines.members.values())
 
     async def catch_up(self, member: Member) -> None:
-        """Update one engine from the last source, if there is one."""
+        """Update one engine from the last source, if there is one; engines that wait for that are updated together."""
+        self._behind.append(member)
         async with self._lock:
-            if self._source is not None:
-                await self._update(self._source, [member])
+            behind, self._behind = self._behind, []
+            if self._source is not None and behind:
+                await self._update(self._source, behind)
 
     async def _update(self, source: UpdateSource, members: Iterable[Member]) -> SyncReport:
         jobs = [_Job(member) for member in members if member.state in _UPDATABLE]

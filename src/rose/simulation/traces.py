@@ -5,6 +5,7 @@ azure       CSV ``TIMESTAMP,ContextTokens,GeneratedTokens`` (LLM inference trace
 burstgpt    CSV ``Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type``, seconds from the start
 servegen    CSV ``timestamp_s,input_tokens,output_tokens``, seconds from the start
 mooncake    JSON lines ``timestamp`` (ms), ``input_length``, ``output_length``, ``hash_ids``
+prometheus  JSON of ``/api/v1/query_range``: a request counter or rate, and counters of tokens, see ``prometheus``
 ==========  =======================================================================================================
 
 Any of them may be compressed with gzip. Requests without a prompt or without an answer (BurstGPT marks failures so) are left
@@ -15,13 +16,10 @@ from __future__ import annotations
 
 import contextlib
 import csv
-import gzip
-import io
 import itertools
 import json
 import math
-import zlib
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -30,9 +28,12 @@ import attrs
 from attrs import validators as v
 
 from rose.errors import ConfigError
+from rose.simulation.prometheus import looks_like_prometheus, prometheus_rows
+from rose.simulation.text_files import read_lines
 
-_GZIP_MAGIC = b"\x1f\x8b"
-_KNOWN = "Azure, BurstGPT or ServeGen CSV with its header line, or Mooncake JSON lines"
+_KNOWN = (
+    "Azure, BurstGPT or ServeGen CSV with its header line, Mooncake JSON lines, or the JSON of a Prometheus range query"
+)
 
 Row = tuple[float, int, int]
 
@@ -52,7 +53,7 @@ class Trace:
 
     Attributes:
         arrivals: Sorted; the first is at 0.
-        source_format: ``azure``, ``burstgpt``, ``servegen`` or ``mooncake``.
+        source_format: ``azure``, ``burstgpt``, ``servegen``, ``mooncake`` or ``prometheus``.
         num_skipped: Rows without a prompt or an answer.
         num_reordered: Rows that came earlier than the row before them.
     """
@@ -88,7 +89,12 @@ class _CsvFormat:
 
 @attrs.define
 class _Where:
-    line: int = 1
+    line: int | None = 1
+
+    def describe(self, error: Exception, source_format: str) -> str:
+        if self.line is None:
+            return f": {error} ({source_format} format)"
+        return f", line {self.line}: {error}; correct or remove the row ({source_format} format)"
 
 
 def _wall_seconds(text: str) -> float:
@@ -157,6 +163,11 @@ def _mooncake_rows(lines: Iterable[str], where: _Where) -> Iterator[Row]:
         yield (at_ms / 1000, *counts)  # type: ignore[misc]
 
 
+def _prometheus_rows(lines: Iterable[str], where: _Where) -> Iterator[Row]:
+    where.line = None
+    yield from prometheus_rows("".join(lines))
+
+
 def read_trace(path: str | Path) -> Trace:
     """Read a trace file of any of the known formats.
 
@@ -165,43 +176,26 @@ def read_trace(path: str | Path) -> Trace:
             that names the file, the line and what to do.
     """
     path = Path(path)
-    with contextlib.closing(_lines(path)) as lines:
-        first = next(lines, "")
-        source_format, parse = _find_format(path, first)
+    with contextlib.closing(read_lines(path, "trace", expected=_KNOWN)) as lines:
+        head = [next(lines, "")]
+        if head[0].strip() == "{":
+            head.append(next(lines, ""))
+        source_format, parse = _find_format(path, head)
         where = _Where()
         try:
-            rows = list(parse(itertools.chain([first], lines), where))
+            rows = list(parse(itertools.chain(head, lines), where))
         except ConfigError:
             raise
         except (ValueError, OverflowError, csv.Error) as error:
-            message = f"trace {path}, line {where.line}: {error}; correct or remove the row ({source_format} format)"
+            message = f"trace {path}{where.describe(error, source_format)}"
             raise ConfigError(message) from error
     return _to_trace(path, source_format, rows)
 
 
-def _lines(path: Path) -> Generator[str, None, None]:
-    """Yield the text lines of a plain or compressed file; trouble on the way becomes a ConfigError."""
-    try:
-        with path.open("rb") as file:
-            is_compressed = file.peek(2)[:2] == _GZIP_MAGIC
-            if path.suffix == ".gz" and not is_compressed and file.peek(1):
-                message = f"trace {path}: not gzip data despite its name; rename it or fetch it again"
-                raise ConfigError(message)
-            raw = gzip.GzipFile(fileobj=file) if is_compressed else file
-            with io.TextIOWrapper(raw, encoding="utf-8-sig", newline="") as text:
-                yield from text
-    except UnicodeDecodeError as error:
-        message = f"trace {path}: not a text file ({error.reason}); expected {_KNOWN}"
-        raise ConfigError(message) from error
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        message = f"trace {path}: the gzip data is damaged or cut short ({error}); fetch it again"
-        raise ConfigError(message) from error
-    except OSError as error:
-        message = f"trace {path}: cannot be read ({error.strerror or error}); check the path and its permissions"
-        raise ConfigError(message) from error
-
-
-def _find_format(path: Path, first: str) -> tuple[str, Callable[[Iterable[str], _Where], Iterator[Row]]]:
+def _find_format(path: Path, head: Sequence[str]) -> tuple[str, Callable[[Iterable[str], _Where], Iterator[Row]]]:
+    first = head[0]
+    if looks_like_prometheus("".join(head)):
+        return "prometheus", _prometheus_rows
     if first.lstrip().startswith("{"):
         return "mooncake", _mooncake_rows
     header = {field.strip() for field in first.split(",")}

@@ -15,12 +15,10 @@ import attrs
 import numpy as np
 
 from rose.errors import ConfigError
+from rose.simulation.lengths import OUTPUTS, PROMPTS
 from rose.simulation.traces import Arrival
 
 _DAY_S = 86_400.0
-# Lognormal lengths with the means of the Azure 2023 conversation trace (1155 and 211 tokens) and about its spread.
-_PROMPT_MEAN_TOKENS, _PROMPT_SIGMA, _PROMPT_MAX_TOKENS = 1155.0, 0.6, 16_384
-_OUTPUT_MEAN_TOKENS, _OUTPUT_SIGMA, _OUTPUT_MAX_TOKENS = 211.0, 0.8, 4_096
 # Peak to mean over a day: the tide lifts the busiest minutes to about 1.7, gusts of one second reach about 4.2.
 _TIDE = 0.45
 _SECOND_PEAK_TO_MEAN = 4.2
@@ -132,8 +130,7 @@ def generate_bursty(rate_rps: float, duration_s: float, seed: int) -> tuple[Arri
     counts = rng.poisson(mean)
     at_s = np.repeat(seconds, counts) + rng.random(int(counts.sum())) * np.repeat(widths_s, counts)
     at_s.sort()
-    prompts = _lengths(rng, len(at_s), _PROMPT_MEAN_TOKENS, _PROMPT_SIGMA, _PROMPT_MAX_TOKENS)
-    outputs = _lengths(rng, len(at_s), _OUTPUT_MEAN_TOKENS, _OUTPUT_SIGMA, _OUTPUT_MAX_TOKENS)
+    prompts, outputs = PROMPTS.draw(rng, len(at_s)), OUTPUTS.draw(rng, len(at_s))
     return tuple(map(Arrival, at_s.tolist(), prompts, outputs))
 
 
@@ -142,8 +139,3 @@ def _gust_variance(rate_rps: float) -> float:
     high = (1 + _TIDE) * rate_rps
     wanted_sd = (_SECOND_PEAK_TO_MEAN * rate_rps - high) / _GUST_QUANTILE
     return max(0.0, (wanted_sd**2 - high) / high**2)
-
-
-def _lengths(rng: np.random.Generator, count: int, mean: float, sigma: float, longest: int) -> list[int]:
-    drawn = rng.lognormal(math.log(mean) - sigma**2 / 2, sigma, count)
-    return [int(value) for value in np.clip(np.rint(drawn), 1, longest)]

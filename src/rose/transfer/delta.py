@@ -10,6 +10,7 @@ a NaN that keeps its payload is none. One changed bfloat16 costs about 3 bytes, 
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import attrs
@@ -27,6 +28,7 @@ CODECS = (NONE, DENSE, SPARSE)
 
 _ESCAPE = 255
 _BLOCK_ELEMENTS = 1 << 20
+_NEGLIGIBLE = 25.0  # exp(-25) of the escape bytes and less is left out of an estimate
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -82,6 +84,32 @@ def encode(new: Bits, old: Bits | None) -> EncodedCell:
     if payload is None:
         return EncodedCell(codec=DENSE, payload=byte_view(flat_new), num_changed=num_changed)
     return EncodedCell(codec=SPARSE, payload=payload, num_changed=num_changed)
+
+
+def expected_bytes(num_elements: int, changed_fraction: float, *, itemsize: int) -> float:
+    """Return about how many bytes ``encode`` makes of a cell whose elements change by chance, each alike and on its own.
+
+    A changed element costs its bits, one gap byte and one escape byte for each 255 unchanged elements right before it. Changes
+    that cluster leave longer gaps and cost more, by 1/255 byte an element of the cell at most.
+
+    Args:
+        num_elements: Of the cell.
+        changed_fraction: The chance, 0 to 1.
+        itemsize: Bytes of one element.
+
+    Raises:
+        ValueError: The fraction is no share.
+    """
+    if not 0 <= changed_fraction <= 1:
+        message = f"changed_fraction must be between 0 and 1, got {changed_fraction}"
+        raise ValueError(message)
+    num_dense_bytes = float(num_elements * itemsize)
+    if num_elements == 0 or changed_fraction in (0, 1):
+        return num_dense_bytes * changed_fraction
+    decay = -_ESCAPE * math.log1p(-changed_fraction)  # chance that k * 255 elements are unchanged: exp(-decay * k)
+    runs = np.arange(1, 1 + min((num_elements - 1) // _ESCAPE, math.ceil(_NEGLIGIBLE / decay)))
+    num_escapes = changed_fraction * float(np.sum((num_elements - _ESCAPE * runs) * np.exp(-decay * runs)))
+    return min(num_dense_bytes, num_elements * changed_fraction * (1 + itemsize) + num_escapes)
 
 
 def decode(

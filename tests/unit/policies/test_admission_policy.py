@@ -72,10 +72,12 @@ def test_strict_lends_idle_time_only() -> None:
     assert held(Mode.STRICT, BUSY, 0.0) is HoldReason.SERVING_BUSY
 
 
-def test_the_published_rule_ignores_how_long_the_step_is() -> None:
-    assert held(Mode.PAPER, BUSY, 5.0) is None
-    assert held(Mode.PAPER, attrs.evolve(BUSY, last_step_end_s=NOW_S - 0.141)) is HoldReason.NO_SLACK
-    assert held(Mode.PAPER, attrs.evolve(WAITING, oldest_arrival_s=NOW_S - 0.5)) is HoldReason.NO_SLACK
+def test_the_published_rule_lets_a_step_start_while_both_slacks_stay_positive() -> None:
+    assert held(Mode.PAPER, BUSY, 5.0) is HoldReason.NO_SLACK
+    assert held(Mode.PAPER, attrs.evolve(BUSY, last_step_end_s=NOW_S - 0.120), 0.019) is None
+    assert held(Mode.PAPER, attrs.evolve(BUSY, last_step_end_s=NOW_S - 0.120), 0.021) is HoldReason.NO_SLACK
+    assert held(Mode.PAPER, attrs.evolve(WAITING, oldest_arrival_s=NOW_S - 0.49), 0.009) is None
+    assert held(Mode.PAPER, attrs.evolve(WAITING, oldest_arrival_s=NOW_S - 0.49), 0.011) is HoldReason.NO_SLACK
 
 
 def test_doubt_closes_the_gate() -> None:

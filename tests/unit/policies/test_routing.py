@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import math
+
 import attrs
 import pytest
 
@@ -116,6 +118,12 @@ def test_an_avoided_engine_is_the_last_choice_and_still_a_choice(ended, reason):
     assert choose(engine("bad"), borrowed("b", num_in_flight=4), turn=turn) == Assign(EngineId("bad"), reason)
 
 
+def test_an_avoided_engine_of_the_last_turn_comes_before_other_avoided_ones():
+    turn = attrs.evolve(TURN, affinity=EngineId("b"), avoid={EngineId("a"), EngineId("b")})
+    assert choose(engine("a"), borrowed("b", num_in_flight=3), turn=turn).engine_id == "b"
+    assert choose(engine("a"), borrowed("b", num_in_flight=4), turn=turn).engine_id == "a"
+
+
 def test_the_index_forgets_dropped_engines_and_replaces_known_ones():
     index = RoutingIndex(RoutingConfig(cap_per_engine=1))
     index.put(engine("d"))
@@ -137,6 +145,30 @@ def test_a_version_is_out_of_reach_once_every_engine_that_lives_is_past_it():
     assert not index.is_out_of_reach(Exactly(4))
     index.put(engine("f", version=WeightVersion("r", 3), state=EngineState.DRAINING))
     assert not index.is_out_of_reach(Exactly(3))
+    index.put(engine("f", version=WeightVersion("r", 3), state=EngineState.LOST))
+    assert index.is_out_of_reach(Exactly(3)), "it was lost meanwhile"
+    index.put(engine("f", version=WeightVersion("r", 3), state=EngineState.STALE))
+    assert not index.is_out_of_reach(Exactly(3))
+    index.put(engine("f", version=WeightVersion("r", 4), state=EngineState.STALE))
+    assert index.is_out_of_reach(Exactly(3)), "it was updated"
+    index.put(engine("g", version=WeightVersion("r", 3)))
+    index.drop(EngineId("g"))
+    assert index.is_out_of_reach(Exactly(3)), "it left"
+
+
+def test_room_is_that_of_the_roomiest_open_engine_of_the_right_version():
+    index = RoutingIndex(RoutingConfig(cap_per_engine=4))
+    index.run = "r"
+    new, old = WeightVersion("r", 2), WeightVersion("r", 1)
+    index.put(engine("a", version=new, num_in_flight=1, kv_total_tokens=300, kv_reserved_tokens=150))
+    index.put(engine("b", version=new, num_in_flight=1, kv_total_tokens=300, kv_reserved_tokens=100))
+    index.put(engine("full", version=new, num_in_flight=4, kv_total_tokens=300))
+    index.put(borrowed("idle", version=new, kv_total_tokens=100))
+    index.put(engine("unread", version=old))
+    assert index.room(AtLeast(2), is_dedicated_only=True) == (200, -math.inf)
+    assert index.room(AtLeast(2), is_dedicated_only=False) == (200, 99)
+    assert index.room(AnyVersion(), is_dedicated_only=True) == (math.inf, math.inf)
+    assert index.room(AtLeast(3), is_dedicated_only=False) == (-math.inf, -math.inf)
 
 
 def test_a_cap_below_one_is_refused():

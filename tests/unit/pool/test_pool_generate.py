@@ -158,6 +158,25 @@ def test_one_slow_turn_does_not_close_an_engine_that_makes_tokens_for_others():
     assert len(busy.hops) == 1
 
 
+@pytest.mark.parametrize(("first_token_s", "num_hops"), [(20.0, 1), (3.0, 2)])
+def test_a_turn_without_a_token_waits_longer_while_its_engine_makes_tokens_for_others(first_token_s, num_hops):
+    clock = ManualClock()
+    slow = Fault(kind=FaultKind.SLOW_START, request_index=0, duration_s=5.0)
+    crowded = engine(clock, "a", slow, token_s=0.5)
+
+    async def work():
+        async with RolloutPool([crowded], clock=clock, config=PoolConfig(first_token_s=first_token_s)) as pool:
+            late = asyncio.ensure_future(pool.generate(turn("late", max_tokens=1)))
+            await asyncio.sleep(0)
+            busy = asyncio.ensure_future(pool.generate(turn("busy", max_tokens=20)))
+            return await late, await busy
+
+    late, busy = run(clock, work())
+    assert (len(late.hops), len(busy.hops)) == (num_hops, 1)
+    if num_hops > 1:
+        assert late.hops[0].ended is HopEnd.STALLED
+
+
 def test_a_turn_is_not_stranded_when_the_only_engine_stalls_once():
     clock = ManualClock()
     only = engine(clock, "a", Fault(kind=FaultKind.STALL, request_index=0))

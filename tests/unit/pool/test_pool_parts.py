@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from random import Random
 
 import pytest
@@ -109,6 +110,27 @@ class TestWaitingQueue:
         assert queue.remove(inside)
         assert not queue.remove(inside)
         assert len(queue) == 0
+
+    def test_the_first_turn_that_fits_is_found_in_its_line_alone(self):
+        """Room is for prompt and answer together, or for a prompt alone; the answers here are of 5 tokens."""
+        queue = WaitingQueue()
+        turns = [record(order=(0, 0, number)) for number in range(4)]
+        turns[0].token_ids = [1] * 3  # prompt of 5, 2 left to make
+        turns[1].is_dedicated_only = turns[2].is_dedicated_only = True
+        turns[2].turn = record(max_tokens=1).turn
+        for turn in turns:
+            queue.add(turn)
+        open_line, dedicated_line = queue.heads()
+        assert (open_line, dedicated_line) == (turns[0], turns[1])
+        assert queue.first_fitting(open_line, (7, -math.inf)) is turns[0]
+        assert queue.first_fitting(open_line, (6, 2)) is turns[3]
+        assert queue.first_fitting(open_line, (6, 1)) is None
+        assert queue.first_fitting(dedicated_line, (6, -math.inf)) is turns[2]
+        assert (queue.num_unfit(open_line, (6, 2)), queue.num_unfit(dedicated_line, (2, -math.inf))) == (1, 2)
+        queue.remove(turns[1])
+        assert queue.heads() == [turns[0], turns[2]]
+        queue.remove(turns[2])
+        assert queue.heads() == [turns[0]]
 
 
 class TestTrajectoryMemory:

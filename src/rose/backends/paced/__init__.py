@@ -2,6 +2,6 @@
 
 from rose.backends.paced.clock import PacedClock
 from rose.backends.paced.device import PacedDevice
-from rose.backends.paced.profiles import PROFILES, Profile, profile_named
+from rose.backends.paced.profiles import PROFILES, Profile, kv_pool_bytes, profile_named
 
-__all__ = ["PROFILES", "PacedClock", "PacedDevice", "Profile", "profile_named"]
+__all__ = ["PROFILES", "PacedClock", "PacedDevice", "Profile", "kv_pool_bytes", "profile_named"]

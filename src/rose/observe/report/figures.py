@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import io
-import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import matplotlib as mpl
-from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, PercentFormatter
@@ -16,11 +13,10 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormat
 from rose.observe.latency import percentile
 from rose.observe.report import style
 from rose.observe.report.data import DeviceStrip, ReportData
+from rose.observe.report.svg import embed, new_figure
 from rose.observe.summary import size
 
-_WIDTH_IN = 10.0
 _LABEL_FITS_INSIDE = 0.9
-_METADATA = {"Date": None, "Creator": None, "Format": None, "Type": None}
 
 
 def draw_all(data: ReportData) -> dict[str, str]:
@@ -34,31 +30,14 @@ def draw_all(data: ReportData) -> dict[str, str]:
         "completion": (any(data.completion_s.values()), _completion),
     }
     with mpl.rc_context(style.RC_PARAMS):
-        return {name: _svg(name, paint(data)) for name, (has_data, paint) in painters.items() if has_data}
-
-
-def _svg(name: str, figure: Figure) -> str:
-    """Return the figure as an ``<svg>`` element that shares no id with another and names nothing outside itself."""
-    buffer = io.StringIO()
-    with mpl.rc_context({"svg.hashsalt": name}):
-        FigureCanvasSVG(figure).print_svg(buffer, metadata=_METADATA)
-    text = buffer.getvalue()
-    text = text[text.index("<svg") :]
-    text = re.sub(r'\sxmlns(:\w+)?="[^"]*"', "", text)
-    text = re.sub(r'(\sid="|url\(#|href="#)', rf"\g<1>{name}-", text)
-    text = re.sub(r"(\d\.\d\d)\d+", r"\1", text)
-    return re.sub(r"<svg ", '<svg aria-hidden="true" ', text, count=1)
-
-
-def _new_figure(height_in: float) -> Figure:
-    return Figure(figsize=(_WIDTH_IN, height_in), layout="constrained")
+        return {name: embed(name, paint(data)) for name, (has_data, paint) in painters.items() if has_data}
 
 
 def _strips(data: ReportData) -> Figure:
     arms = list(dict.fromkeys(strip.arm for strip in data.strips))
     devices = list(dict.fromkeys(strip.device for strip in data.strips))
     by_place = {(strip.device, strip.arm): strip for strip in data.strips}
-    figure = _new_figure(0.62 * len(devices) + 1.0)
+    figure = new_figure(0.62 * len(devices) + 1.0)
     axes = figure.subplots(len(devices), len(arms), squeeze=False, sharey=True)
     for row, device in enumerate(devices):
         for column, arm in enumerate(arms):
@@ -99,7 +78,7 @@ def _device_legend() -> list[Patch]:
 
 def _busy(data: ReportData) -> Figure:
     arms = list(dict.fromkeys(share.arm for share in data.busy))
-    figure = _new_figure(0.26 * len(data.busy) / len(arms) + 0.95)
+    figure = new_figure(0.26 * len(data.busy) / len(arms) + 0.95)
     axes = figure.subplots(1, len(arms), squeeze=False, sharey=True)[0]
     for axis, arm in zip(axes, arms, strict=True):
         shares = [share for share in data.busy if share.arm == arm]
@@ -130,7 +109,7 @@ def _busy(data: ReportData) -> Figure:
 
 
 def _latency(data: ReportData) -> Figure:
-    figure = _new_figure(3.3)
+    figure = new_figure(3.3)
     panels = (
         ("TTFT", "time to the first token (ms)", "ttft_ms"),
         ("TPOT", "mean time of a further token (ms)", "tpot_ms"),
@@ -170,7 +149,7 @@ def _draw_ecdf(axis: Any, values: list[float], arm: str) -> None:
 
 
 def _learning(data: ReportData) -> Figure:
-    figure = _new_figure(3.2)
+    figure = new_figure(3.2)
     axes = figure.subplots(1, 2, sharex=True, sharey=True)
     values = [value for steps in data.steps.values() for step in steps for value in (step.reward, step.success)]
     top = min(1.02, max(0.6, max((value for value in values if value is not None), default=0.0) + 0.15))
@@ -216,7 +195,7 @@ def _shade_sparse(axis: Any, steps: list[int]) -> None:
 
 
 def _sync(data: ReportData) -> Figure:
-    figure = _new_figure(3.2)
+    figure = new_figure(3.2)
     left, right = figure.subplots(1, 2, sharex=True)
     numbers = [version.n for version in data.versions]
     colours = [style.CODEC_COLOURS.get(version.codec, style.MUTED) for version in data.versions]
@@ -255,7 +234,7 @@ def _sync(data: ReportData) -> Figure:
 
 
 def _completion(data: ReportData) -> Figure:
-    figure = _new_figure(2.9)
+    figure = new_figure(2.9)
     axis = figure.subplots()
     longest_s = max((ends[-1] for ends in data.completion_s.values() if ends), default=1.0)
     for arm, ends_s in _with_data(data.completion_s).items():

@@ -9,19 +9,26 @@ from rose.observe.report.style import CSS
 from rose.observe.summary import Row
 
 
-def page(title: str, parts: Sequence[str]) -> str:
+def page(title: str, parts: Sequence[str], *, css: str = CSS) -> str:
     """Return a whole page with its style inside; empty parts are left out."""
     body = "\n".join(part for part in parts if part)
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(title)}</title>\n<style>{CSS}</style>\n</head>\n<body>\n<main>\n{body}\n</main>\n</body>\n</html>\n"
+        f"<title>{escape(title)}</title>\n<style>{css}</style>\n</head>\n<body>\n<main>\n{body}\n</main>\n</body>\n</html>\n"
     )
 
 
-def heading(title: str, subtitle: str) -> str:
-    """Return the page's heading."""
-    return f'<h1>{escape(title)}</h1><p class="subtitle">{escape(subtitle)}</p>'
+def heading(title: str, subtitle: str, *, anchor: str = "") -> str:
+    """Return the heading of a page or of one of its chapters; ``anchor`` is what ``links`` points to."""
+    place = f' id="{escape(anchor, quote=True)}"' if anchor else ""
+    return f'<h1{place}>{escape(title)}</h1><p class="subtitle">{escape(subtitle)}</p>'
+
+
+def links(targets: Mapping[str, str]) -> str:
+    """Return links to the page's chapters, texts by anchor."""
+    items = [f'<a href="#{escape(anchor, quote=True)}">{escape(text)}</a>' for anchor, text in targets.items()]
+    return f"<p>{' · '.join(items)}</p>"
 
 
 def verdict(label: str, text: str, *, is_good: bool) -> str:
@@ -75,3 +82,9 @@ def _cells(row: Row, strong: int) -> str:
 def bullets(items: Sequence[str]) -> str:
     """Return a list, or nothing for no items."""
     return f"<ul>{''.join(f'<li>{escape(item)}</li>' for item in items)}</ul>" if items else ""
+
+
+def folded(title: str, *parts: str) -> str:
+    """Return parts that a click opens, or nothing when all are empty."""
+    body = "".join(parts)
+    return f"<details><summary>{escape(title)}</summary>{body}</details>" if body else ""

@@ -42,9 +42,10 @@ RC_PARAMS = {
 }
 
 CSS = """
-:root { --ink: #1f2933; --muted: #66727f; --line: #dfe4e9; --rose: #c2305c; --good: #1f7a4d; --bad: #b42318; }
+:root { --ink: #1f2933; --muted: #66727f; --line: #dfe4e9; --paper: #fff; --page: #f5f6f8;
+  --bad-paper: #fff6f5; --rose: #c2305c; --good: #1f7a4d; --bad: #b42318; }
 * { box-sizing: border-box; }
-body { margin: 0; background: #f5f6f8; color: var(--ink); font: 15px/1.55 system-ui, "Segoe UI", "Helvetica Neue", Arial,
+body { margin: 0; background: var(--page); color: var(--ink); font: 15px/1.55 system-ui, "Segoe UI", "Helvetica Neue", Arial,
   "DejaVu Sans", sans-serif; }
 main { max-width: 1080px; margin: 0 auto; padding: 36px 28px 56px; }
 h1 { font-size: 27px; line-height: 1.25; margin: 0 0 4px; letter-spacing: -.01em; }
@@ -52,17 +53,17 @@ h2 { font-size: 19px; line-height: 1.35; margin: 0 0 6px; }
 p { margin: 0 0 10px; max-width: 96ch; }
 .subtitle, figcaption, .note { color: var(--muted); }
 .verdict { display: flex; gap: 12px; align-items: baseline; margin: 20px 0; padding: 12px 16px; border-radius: 8px;
-  background: #fff; border: 1px solid var(--line); border-left: 5px solid var(--good); }
-.verdict.invalid { border-left-color: var(--bad); background: #fff6f5; }
+  background: var(--paper); border: 1px solid var(--line); border-left: 5px solid var(--good); }
+.verdict.invalid { border-left-color: var(--bad); background: var(--bad-paper); }
 .verdict b { white-space: nowrap; color: var(--good); }
 .verdict.invalid b { color: var(--bad); }
 .cards { display: grid; grid-template-columns: repeat(3, 1fr); gap: 12px; margin: 0 0 22px; }
-.card { background: #fff; border: 1px solid var(--line); border-radius: 8px; padding: 13px 15px 12px; }
+.card { background: var(--paper); border: 1px solid var(--line); border-radius: 8px; padding: 13px 15px 12px; }
 .card .label { color: var(--muted); font-size: 13px; }
 .card .value { font-size: 25px; font-weight: 650; line-height: 1.3; letter-spacing: -.01em; white-space: nowrap; }
 .card .detail { color: var(--muted); font-size: 13px; line-height: 1.4; }
 .card .value.good { color: var(--good); } .card .value.bad { color: var(--bad); }
-section { background: #fff; border: 1px solid var(--line); border-radius: 8px; padding: 20px 22px; margin: 0 0 18px; }
+section { background: var(--paper); border: 1px solid var(--line); border-radius: 8px; padding: 20px 22px; margin: 0 0 18px; }
 figure { margin: 12px 0 0; }
 figure svg { display: block; width: 100%; height: auto; }
 figure svg text { font-family: inherit !important; }

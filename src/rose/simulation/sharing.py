@@ -1,0 +1,433 @@
+"""Who makes the next steps on a device: alone, by the live co-serving policies, or by switching models.
+
+The co-serving rule asks the functions that engines ask in production (``rose.policies.admission``, ``memory``, ``compute``) and
+adds nothing to their judgement. What it leaves out of a live step loop: polling (a gate is looked at when it may have
+changed), lateness, and the moments in which two processes race for the turn.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from enum import Enum
+
+import attrs
+
+from rose.coserving.predictor import StepPredictor
+from rose.interfaces.device import StepWork
+from rose.policies.admission import (
+    YIELDING_MODES,
+    AdmissionConfig,
+    Budget,
+    Mode,
+    ServingState,
+    Start,
+    Targets,
+    arrival_reserve_s,
+    check_lease,
+    decide,
+    decode_deadline_s,
+    should_yield,
+    targets,
+)
+from rose.policies.compute import ChunkConfig, fit_chunk
+from rose.policies.memory import MemoryConfig, next_budget
+from rose.simulation.batch import Job
+from rose.simulation.device import NEVER_S, Idle, Lane, Turn
+
+
+class AloneRule:
+    """One lane has the device to itself."""
+
+    def __init__(self, lane: Lane) -> None:
+        self._lane = lane
+
+    def choose(self, now_s: float) -> Turn | Idle:
+        """Let the lane go as soon as its host is ready."""
+        lane = self._lane
+        if not lane.wants:
+            return Idle(NEVER_S)
+        return Turn(lane, math.inf, lane.chunk_tokens) if lane.ready_s <= now_s else Idle(lane.ready_s)
+
+    def note_step(self, lane: Lane, now_s: float) -> None:
+        """Nothing to note."""
+
+
+@attrs.define(eq=False)
+class MemoryLedger:
+    """A device's ledger in memory: the lender writes the budget, everybody reads."""
+
+    on_change: Callable[[], None]
+    state: Callable[[], ServingState]
+    _budget: Budget = attrs.field(factory=Budget)
+
+    @property
+    def mode(self) -> Mode:
+        """How much is lent."""
+        return self._budget.mode
+
+    def publish_budget(self, budget: Budget) -> None:
+        """[LENDER] Say what is allowed."""
+        self._budget = budget
+        self.on_change()
+
+    def budget(self) -> Budget:
+        """Return what is allowed."""
+        return self._budget
+
+    def serving(self) -> ServingState:
+        """Return what serving says of itself."""
+        return self.state()
+
+
+class MemoryRule(Enum):
+    """How the device's KV memory is shared."""
+
+    HEADROOM = "headroom"  # the live policy: a head-room for serving, cut at once, grown slowly
+    PUBLISHED = "published"  # the paper: cut to half when the head-room is used up, frozen until the job's next step
+
+
+@attrs.frozen(kw_only=True)
+class CoservingConfig:
+    """The executor's settings on one modelled device.
+
+    Attributes:
+        missed_turns: Guest turns more than its own, for each of serving's, that the guest gets where both want the device and
+            serving does not yield by policy: serving's host was late. 0 on a machine that is fast enough; measured ones come
+            from the step logs of live runs.
+    """
+
+    admission: AdmissionConfig
+    memory: MemoryConfig
+    chunk: ChunkConfig = attrs.field(factory=ChunkConfig)
+    memory_rule: MemoryRule = MemoryRule.HEADROOM
+    has_lease: bool = True
+    mode: Mode = Mode.SLO
+    missed_turns: float = 0.0
+
+
+class CoservingRule:
+    """Serving (``owner``) and a borrowing rollout engine (``guest``) on one device.
+
+    Attributes:
+        ledger: What the lender writes to; the device must be poked when it does.
+        evict: Called with guest jobs that have to go at once.
+    """
+
+    def __init__(
+        self, owner: Lane, guest: Lane, config: CoservingConfig, *, evict: Callable[[Sequence[Job]], None]
+    ) -> None:
+        self.ledger = MemoryLedger(lambda: None, lambda: self._state_at())
+        self._owner = owner
+        self._guest = guest
+        self._config = config
+        self._evict = evict
+        self._predictor = StepPredictor()
+        self._guest_predictor = StepPredictor()
+        chunk = owner.chunk_tokens
+        self._reserve_s = arrival_reserve_s(
+            config.admission, owner.times.step_s(chunk, 0, 0, chunk**2 / 2), chunk, f"serving engine {owner.name}"
+        )
+        self._state: ServingState | None = None
+        self._limits: tuple[Mode, Targets] | None = None
+        self._tightest: Job | None = None
+        self._tightest_mode: Mode | None = None
+        self._budget_bytes = 0
+        self._grown_s = -math.inf
+        self._is_frozen = False
+        self._highest_token = 0
+        self._missed = 0.0
+        self._late_until_s = 0.0
+        self._seen_granules = -1
+        self._regrow_s = 0.0
+        self._room_bytes = config.memory.pool_bytes - config.memory.headroom_bytes
+        self._granule_bytes = config.memory.granule_bytes
+
+    # -- what serving says
+
+    def note_serving_changed(self, *, has_started: bool = True) -> None:
+        """Hear that serving's requests changed; ``has_started``: one more decodes."""
+        self._state = None
+        if has_started:
+            self._tightest = None
+
+    def note_step(self, lane: Lane, now_s: float) -> None:
+        """Serving has published after a step, or is late for its turn after one of the guest's."""
+        if lane is self._owner:
+            self._state = None
+            self._missed = min(2.0, self._missed + self._config.missed_turns)
+        elif self._missed >= 1 and self._mode not in YIELDING_MODES and self._owner.wants:
+            self._missed -= 1
+            self._late_until_s = now_s + 1.01 * self._guest.times.host_gap_s
+
+    def note_job_step(self) -> None:
+        """A new step of the RL job begins: a budget that was frozen may grow again."""
+        self._is_frozen, self._seen_granules = False, -1
+
+    def _state_at(self) -> ServingState:
+        if self._state is None:
+            self._state = self._read_state()
+        return self._state
+
+    def _read_state(self) -> ServingState:
+        owner, batch = self._owner, self._owner.batch
+        oldest_s = batch.oldest_prompt_s()
+        decode_s = 0.0
+        if batch.num_decodes:
+            decode_s = owner.times.step_s(0, batch.num_decodes, batch.decode_context_tokens, 0.0)
+        return ServingState(
+            num_arrived=0,
+            num_admitted=0,
+            num_running=batch.num_running,
+            num_waiting=batch.num_prompts,
+            kv_used_bytes=batch.kv_tokens_used * owner.times.kv_bytes_per_token,
+            kv_pool_bytes=self._config.memory.pool_bytes,
+            oldest_arrival_s=math.nan if oldest_s is None else oldest_s,
+            last_step_end_s=owner.ends_s,
+            deadline_s=self._deadline_s(),
+            next_decode_s=self._predictor.upper_s(decode_s),
+            heartbeat_s=math.inf,
+        )
+
+    def _deadline_s(self) -> float:
+        """Return the deadline by the live policy; only the request that lags most can set it, since all gain one token a step."""
+        batch, mode = self._owner.batch, self.ledger.mode
+        if not batch.num_decodes:
+            return math.inf
+        if self._limits is None or self._limits[0] is not mode:
+            self._limits = (mode, targets(self._config.admission, mode, self._reserve_s))
+            self._tightest = None
+        limits = self._limits[1]
+        if self._tightest is None or self._tightest.is_gone:
+            self._tightest = min(
+                batch.decoding(), key=lambda job: job.first_token_s + limits.pace_s * batch.made_tokens(job)
+            )
+        tightest = self._tightest
+        return decode_deadline_s(
+            limits, max(self._owner.ends_s, 0.0), [(tightest.first_token_s, batch.made_tokens(tightest))]
+        )
+
+    # -- the guest's memory
+
+    def follow_budget(self, now_s: float) -> None:
+        """Let the guest's KV budget follow serving's use; evict what no longer fits, everything without a lease."""
+        budget, guest, owner_tokens = self.ledger.budget(), self._guest, self._owner.batch.kv_tokens_used
+        if self._config.has_lease and not self._has_lease(budget, now_s):
+            self._budget_bytes, self._seen_granules = 0, -1
+            guest.batch.cut(0)
+            if len(guest.batch):
+                self._evict(guest.batch.everybody())
+            return
+        granules = (self._room_bytes - owner_tokens * self._owner.times.kv_bytes_per_token) // self._granule_bytes
+        if granules == self._seen_granules and now_s < self._regrow_s:
+            return
+        self._seen_granules = granules
+        before_bytes, self._budget_bytes = self._budget_bytes, self._next_budget_bytes(now_s)
+        # one that has stopped growing is looked at again when serving's use changes
+        has_settled = (
+            self._budget_bytes == before_bytes and now_s >= self._grown_s + self._config.memory.growth_interval_s
+        )
+        self._regrow_s = math.inf if has_settled else now_s
+        num_tokens = self._budget_bytes // guest.times.kv_bytes_per_token
+        if num_tokens != guest.batch.kv_tokens:
+            victims = guest.batch.cut(num_tokens)
+            if victims:
+                self._evict(victims)
+
+    def _next_budget_bytes(self, now_s: float) -> int:
+        config, owner = self._config, self._owner
+        used_bytes = owner.batch.kv_tokens_used * owner.times.kv_bytes_per_token
+        if config.memory_rule is MemoryRule.PUBLISHED and self._is_pressed(used_bytes):
+            self._is_frozen = True
+            return self._budget_bytes // 2
+        change = next_budget(
+            config.memory,
+            serving_used_bytes=0.0 if config.memory_rule is MemoryRule.PUBLISHED else used_bytes,
+            cap_bytes=self.ledger.budget().kv_cap_bytes,
+            current_bytes=self._budget_bytes,
+            since_growth_s=now_s - self._grown_s,
+        )
+        if self._is_frozen:
+            return self._budget_bytes
+        if change.has_grown:
+            self._grown_s = now_s
+        return change.budget_bytes
+
+    def _is_pressed(self, used_bytes: int) -> bool:
+        """Whether serving has used up its head-room."""
+        return self._budget_bytes > 0 and used_bytes + self._budget_bytes > self._config.memory.pool_bytes
+
+    def _has_lease(self, budget: Budget, now_s: float) -> bool:
+        self._highest_token = max(self._highest_token, budget.fencing_token)
+        return check_lease(budget, self._highest_token, now_s) is None
+
+    # -- whose turn
+
+    def choose(self, now_s: float) -> Turn | Idle:
+        """Return whose turn it is, as the two live step loops would settle it between them."""
+        owner, guest = self._owner, self._guest
+        self.follow_budget(now_s)
+        owner_s = max(owner.ready_s, self._late_until_s) if owner.wants else NEVER_S
+        guest_s = guest.ready_s if guest.wants else NEVER_S
+        if guest_s == NEVER_S:
+            return self._without_guest(owner_s, now_s)
+        if owner_s <= now_s and not self._owner_waits(guest_s, now_s):
+            if self._mode is Mode.UNGATED and guest_s < owner_s:
+                return self._guest_turn(now_s)
+            return Turn(owner, 1, owner.chunk_tokens)
+        if guest_s <= now_s and self._may_start(now_s):
+            return self._guest_turn(now_s)
+        if owner_s <= now_s:
+            return Idle(guest_s) if guest_s > now_s else Turn(owner, 1, owner.chunk_tokens)
+        return Idle(min(owner_s, guest_s) if guest_s > now_s else min(owner_s, now_s + self._retry_s))
+
+    @property
+    def _mode(self) -> Mode:
+        return self.ledger.mode if self._config.has_lease else self._config.mode
+
+    @property
+    def _retry_s(self) -> float:
+        return max(self._config.memory.growth_interval_s, 0.01)
+
+    def _without_guest(self, owner_s: float, now_s: float) -> Turn | Idle:
+        if owner_s <= now_s:
+            return Turn(self._owner, math.inf, self._owner.chunk_tokens)
+        is_short_of_memory = len(self._guest.batch) > 0 and not self._guest.is_paused
+        return Idle(min(owner_s, now_s + self._retry_s if is_short_of_memory else NEVER_S))
+
+    def _owner_waits(self, guest_s: float, now_s: float) -> bool:
+        """Whether serving leaves the device to the guest (always asked of the live policy)."""
+        if self._mode not in YIELDING_MODES:
+            return False
+        at_s = max(guest_s, now_s)
+        return should_yield(
+            self._config.admission, self._mode, self._state_at(), math.inf, self._guest_upper_s(now_s), at_s
+        )
+
+    def _may_start(self, now_s: float) -> bool:
+        state = None if self._mode is Mode.UNGATED else self._state_at()
+        verdict = decide(self._config.admission, self._mode, state, self._guest_upper_s(now_s), now_s)
+        return isinstance(verdict, Start)
+
+    def _guest_chunk(self) -> int:
+        config, batch = self._config.chunk, self._guest.batch
+        if self._mode is Mode.UNGATED:
+            config = attrs.evolve(config, max_step_s=math.inf)
+        decodes = StepWork(num_decodes=batch.num_decodes, context_tokens=batch.decode_context_tokens)
+        return fit_chunk(config, decodes, self._predict_s)
+
+    def _predict_s(self, work: StepWork) -> float:
+        return self._guest.times.step_s(
+            work.num_prefill_tokens, work.num_decodes, work.context_tokens, work.prefill_positions
+        )
+
+    def _guest_upper_s(self, now_s: float) -> float:  # noqa: ARG002 - a guess of the next step, whenever it starts
+        batch = self._guest.batch
+        if batch.has_prefill:
+            chunk = self._guest_chunk()
+            guess_s = self._guest.times.step_s(chunk, batch.num_decodes, batch.decode_context_tokens, chunk * chunk / 2)
+        else:
+            guess_s = self._guest.times.step_s(0, batch.num_decodes, batch.decode_context_tokens, 0.0)
+        return self._guest_predictor.upper_s(guess_s)
+
+    def _guest_turn(self, now_s: float) -> Turn:
+        guest = self._guest
+        if guest.batch.has_prefill:
+            return Turn(guest, 1, self._guest_chunk())
+        if not self._owner.wants:
+            return Turn(guest, math.inf, 1)
+        has_company = self._mode in YIELDING_MODES and not self._owner.batch.num_prompts
+        return Turn(guest, self._num_steps(now_s) if has_company else 1, 1)
+
+    def _num_steps(self, now_s: float) -> int:
+        """Return how many steps in a row the live policy would let start while serving stands still."""
+        guest, batch = self._guest, self._guest.batch
+        base_s = guest.times.step_s(0, batch.num_decodes, batch.decode_context_tokens, 0.0)
+        growth_s, gap_s = guest.times.growth_s(batch.num_decodes), guest.times.host_gap_s
+
+        def may_start(i: int) -> bool:
+            start_s = now_s + i * (base_s + gap_s) + growth_s * i * (i - 1) / 2
+            step_s = self._guest_predictor.upper_s(base_s + growth_s * i)
+            verdict = decide(self._config.admission, self._mode, self._state_at(), step_s, start_s)
+            return isinstance(verdict, Start)
+
+        most = batch.steps_to_change()
+        low, high = 0, 1  # step ``low`` may start
+        while high < most and may_start(high):
+            low, high = high, min(most, 2 * high)
+        if high >= most and (most == 1 or may_start(most - 1)):
+            return most
+        high = min(high, most - 1)
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if may_start(middle) else (low, middle)
+        return low + 1
+
+
+class SwitchRule:
+    """One model on the device at a time. The guest's comes when serving is idle or when it has waited long enough.
+
+    It stays until a request of serving has waited long enough in turn.
+    """
+
+    def __init__(
+        self, owner: Lane, guest: Lane, *, load_owner_s: float, load_guest_s: float, patience_s: float, wait_s: float
+    ) -> None:
+        """Begin with serving's model.
+
+        Args:
+            owner: Serving.
+            guest: The rollout engine.
+            load_owner_s: Time to bring serving's model in.
+            load_guest_s: Time to bring the guest's in.
+            patience_s: How long the guest waits for a busy serving model.
+            wait_s: How long a request of serving waits for the guest.
+        """
+        self._owner = owner
+        self._guest = guest
+        self._load_s = {id(owner): load_owner_s, id(guest): load_guest_s}
+        self._patience_s = patience_s
+        self._wait_s = wait_s
+        self._loaded = owner
+        self._usable_s = 0.0
+        self._waits_since_s = math.inf
+
+    def choose(self, now_s: float) -> Turn | Idle:
+        """Let the model that is loaded go, or load the other one."""
+        again_s = self._leave_owner(now_s) if self._loaded is self._owner else self._leave_guest(now_s)
+        lane = self._loaded
+        if not lane.wants:
+            return Idle(again_s)
+        start_s = max(lane.ready_s, self._usable_s)
+        if start_s > now_s:
+            return Idle(start_s)
+        return Turn(lane, math.inf if again_s == NEVER_S else 1, lane.chunk_tokens)
+
+    def note_step(self, lane: Lane, now_s: float) -> None:
+        """Nothing to note: switches are made when the next step is chosen."""
+
+    def _leave_owner(self, now_s: float) -> float:
+        """Load the guest if its time has come; returns when to look again otherwise."""
+        if not len(self._guest.batch) or self._guest.is_paused:
+            self._waits_since_s = math.inf
+            return NEVER_S
+        self._waits_since_s = min(self._waits_since_s, now_s)
+        if self._owner.wants and now_s < self._waits_since_s + self._patience_s:
+            return self._waits_since_s + self._patience_s
+        self._load(self._guest, now_s)
+        return now_s
+
+    def _leave_guest(self, now_s: float) -> float:
+        """Load serving if its time has come; returns when to look again otherwise."""
+        oldest_s = self._owner.batch.oldest_prompt_s()
+        is_guest_done = not len(self._guest.batch)
+        if not len(self._owner.batch):
+            return NEVER_S
+        if is_guest_done or (oldest_s is not None and now_s >= oldest_s + self._wait_s):
+            self._guest.batch.preempt_all()
+            self._load(self._owner, now_s)
+            self._waits_since_s = math.inf
+        return NEVER_S if oldest_s is None else oldest_s + self._wait_s
+
+    def _load(self, lane: Lane, now_s: float) -> None:
+        self._loaded, self._usable_s = lane, now_s + self._load_s[id(lane)]

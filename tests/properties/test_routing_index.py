@@ -1,0 +1,188 @@
+"""The index decides as a plain scan over all engines would, whatever was put, dropped and asked before."""
+
+from __future__ import annotations
+
+from unittest.mock import patch
+
+import attrs
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rose.policies import ordered, staleness
+from rose.policies.routing import (
+    Assign,
+    Circuit,
+    EngineState,
+    EngineView,
+    RoutingConfig,
+    RoutingIndex,
+    TurnView,
+    Wait,
+    WaitReason,
+)
+from rose.types import AnyVersion, AtLeast, EngineId, EngineKind, Exactly, HopEnd, RouteReason, WeightVersion
+
+CAP = 3
+MOVED_REASON = {ended: RouteReason(f"rerouted_{ended.value}") for ended in HopEnd if ended is not HopEnd.FINISHED}
+
+
+class Scan:
+    """The rule as it is stated in ``rose.policies.routing``: every engine is tested and ranked for every turn."""
+
+    def __init__(self):
+        self.run = None
+        self.views: dict[EngineId, EngineView] = {}
+
+    def put(self, view):
+        self.views[view.engine_id] = view
+
+    def drop(self, engine_id):
+        self.views.pop(engine_id, None)
+
+    def has_open_engine(self):
+        return any(view.state is EngineState.READY and self.has_slot(view) for view in self.views.values())
+
+    def is_out_of_reach(self, versions):
+        held = [view.version for view in self.views.values() if view.state is not EngineState.LOST]
+        return staleness.is_out_of_reach(versions, held, self.run)
+
+    def choose(self, turn):
+        obstacles = {view.engine_id: self.obstacle(view, turn) for view in self.views.values()}
+        takers = [view for view in self.views.values() if obstacles[view.engine_id] is None]
+        if not takers:
+            return Wait(max(obstacles.values(), default=WaitReason.NO_READY_ENGINE))
+        best = min(takers, key=lambda view: self.rank(view, turn))
+        return Assign(best.engine_id, self.reason(best, turn))
+
+    def obstacle(self, view, turn):
+        is_barred = turn.is_dedicated_only and view.kind is EngineKind.BORROWED
+        if view.state is not EngineState.READY or is_barred:
+            return WaitReason.NO_READY_ENGINE
+        if not staleness.is_admissible(turn.versions, view.version, self.run):
+            return WaitReason.VERSION
+        if not self.has_slot(view):
+            return WaitReason.SLOTS if view.circuit is Circuit.CLOSED else WaitReason.CIRCUIT
+        return None if self.has_kv_room(view, turn) else WaitReason.KV
+
+    def has_slot(self, view):
+        if view.circuit is Circuit.OPEN or (view.circuit is Circuit.HALF_OPEN and view.num_probing > 0):
+            return False
+        return view.num_in_flight < CAP
+
+    def has_kv_room(self, view, turn):
+        if view.kv_total_tokens is None:
+            return True
+        if view.num_in_flight == 0:
+            return view.kind is EngineKind.DEDICATED or turn.num_prompt_tokens < view.kv_total_tokens
+        return view.kv_reserved_tokens + turn.num_prompt_tokens + turn.num_new_tokens <= view.kv_total_tokens
+
+    def rank(self, view, turn):
+        is_borrowed = view.kind is EngineKind.BORROWED
+        load = (view.num_in_flight, view.kv_used_fraction, view.engine_id)
+        return (view.engine_id in turn.avoid, view.engine_id != turn.affinity, is_borrowed, *load)
+
+    def reason(self, view, turn):
+        if turn.moved_by is not None:
+            return MOVED_REASON[turn.moved_by]
+        if view.engine_id == turn.affinity:
+            return RouteReason.AFFINITY
+        return RouteReason.DEDICATED if view.kind is EngineKind.DEDICATED else RouteReason.BORROWED
+
+
+ENGINE_IDS = st.integers(0, 29).map(lambda i: EngineId(f"e{i}"))
+VERSIONS = st.one_of(st.none(), st.builds(WeightVersion, st.sampled_from(["r", "r", "q"]), st.integers(0, 3)))
+CONSTRAINTS = st.one_of(
+    st.just(AnyVersion()), st.builds(AtLeast, st.integers(0, 3)), st.builds(Exactly, st.integers(0, 3))
+)
+VIEWS = st.builds(
+    EngineView,
+    engine_id=ENGINE_IDS,
+    kind=st.sampled_from(EngineKind),
+    state=st.sampled_from([*[EngineState.READY] * 12, *EngineState]),
+    version=VERSIONS,
+    circuit=st.sampled_from([*[Circuit.CLOSED] * 4, *Circuit]),
+    num_in_flight=st.integers(0, CAP),
+    num_probing=st.integers(0, 1),
+    kv_total_tokens=st.sampled_from([None, 0, 10, 20, 30]),
+    kv_reserved_tokens=st.integers(0, 30),
+    kv_used_fraction=st.sampled_from([0.0, 0.25, 0.5]),
+)
+TURNS = st.builds(
+    TurnView,
+    versions=CONSTRAINTS,
+    num_prompt_tokens=st.integers(1, 30),
+    num_new_tokens=st.integers(1, 15),
+    affinity=st.one_of(st.none(), ENGINE_IDS),
+    avoid=st.frozensets(ENGINE_IDS, max_size=8),
+    moved_by=st.sampled_from([None, *MOVED_REASON]),
+    is_dedicated_only=st.booleans(),
+)
+CHANGES = st.one_of(VIEWS, VIEWS, VIEWS, ENGINE_IDS, st.sampled_from([None, "r", "q"]).map(lambda run: ("run", run)))
+
+
+@attrs.define
+class Both:
+    """The index and the scan, told the same."""
+
+    index: RoutingIndex = attrs.field(factory=lambda: RoutingIndex(RoutingConfig(cap_per_engine=CAP)))
+    scan: Scan = attrs.field(factory=Scan)
+
+    def change(self, change):
+        match change:
+            case EngineView():
+                self.index.put(change)
+                self.scan.put(change)
+            case ("run", run):
+                self.index.run = self.scan.run = run
+            case engine_id:
+                self.index.drop(engine_id)
+                self.scan.drop(engine_id)
+
+    def check(self, turn):
+        decision = self.scan.choose(turn)
+        assert self.index.choose(turn) == decision
+        assert self.index.has_open_engine() == self.scan.has_open_engine()
+        assert self.index.is_out_of_reach(turn.versions) == self.scan.is_out_of_reach(turn.versions)
+        assert list(self.index) == list(self.scan.views.values())
+        room, prompt_room = self.index.room(turn.versions, is_dedicated_only=turn.is_dedicated_only)
+        need = turn.num_prompt_tokens + turn.num_new_tokens
+        assert isinstance(decision, Assign) == (need <= room or turn.num_prompt_tokens <= prompt_room)
+
+
+@given(st.lists(st.tuples(CHANGES, TURNS), min_size=30, max_size=100))
+@settings(max_examples=60, deadline=None)
+def test_the_index_decides_as_a_scan(history):
+    """Chunks of eight at most, so that they are cut and joined even with few engines."""
+    both = Both()
+    with patch.object(ordered, "_MAX_CHUNK", 8):
+        for change, turn in history:
+            both.change(change)
+            both.check(turn)
+
+
+@given(
+    st.lists(VIEWS, min_size=10, max_size=30, unique_by=lambda view: view.engine_id).map(
+        lambda views: [attrs.evolve(view, state=EngineState.READY, version=WeightVersion("r", 1)) for view in views]
+    ),
+    st.lists(TURNS, min_size=40, max_size=40),
+)
+@settings(max_examples=40, deadline=None)
+def test_a_turn_after_the_other_goes_where_the_scan_sends_it(views, turns):
+    """Like a pool: what a turn takes is put back into the index, until nothing fits."""
+    both = Both()
+    both.change(("run", "r"))
+    with patch.object(ordered, "_MAX_CHUNK", 8):
+        for view in views:
+            both.change(view)
+        for turn in turns:
+            both.check(turn)
+            decision = both.scan.choose(turn)
+            if isinstance(decision, Assign):
+                view = both.scan.views[decision.engine_id]
+                both.change(
+                    attrs.evolve(
+                        view,
+                        num_in_flight=view.num_in_flight + 1,
+                        kv_reserved_tokens=view.kv_reserved_tokens + turn.num_prompt_tokens + turn.num_new_tokens,
+                    )
+                )
