@@ -2,7 +2,8 @@
 
     .venv/bin/python benchmarks/reproduce.py --seeds 10 --out benchmarks/results/reproduce.json --docs docs/reproducing-figures.md
 
-Finished cases are kept in ``--cases``, so the same command goes on where it was interrupted.
+Finished cases are kept in ``--cases``, so the same command goes on where it was interrupted. ``--only`` and ``--without`` run a part;
+its results join those that ``--out`` has already.
 """
 
 from __future__ import annotations
@@ -48,12 +49,13 @@ def studies() -> dict[str, tuple[Scenario, tuple[str, ...]]]:
     return chosen
 
 
-def run_all(seeds: int, jobs: int | None, cases: Path, only: str) -> dict[str, Result]:
-    """Run every study whose name contains ``only``."""
+def run_all(seeds: int, jobs: int | None, cases: Path, only: str, without: Sequence[str]) -> dict[str, Result]:
+    """Run every study whose name contains ``only``, but not the strategies ``without``."""
     results = {}
-    for name, (scenario, strategies) in studies().items():
+    for name, (scenario, chosen) in studies().items():
         if only not in name:
             continue
+        strategies = tuple(strategy for strategy in chosen if strategy not in without)
         started_s = time.perf_counter()
         study = Study(scenario=scenario, strategies=strategies, seeds=tuple(range(seeds)))
         done = run_study(
@@ -221,11 +223,16 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--jobs", type=int, default=None)
     parser.add_argument("--only", default="", help="only studies whose name contains this")
+    parser.add_argument("--without", nargs="*", default=(), metavar="STRATEGY")
     parser.add_argument("--cases", type=Path, default=Path("build/reproduce"))
     parser.add_argument("--out", type=Path, default=None)
     parser.add_argument("--docs", type=Path, default=None)
     arguments = parser.parse_args()
-    results = run_all(arguments.seeds, arguments.jobs, arguments.cases, arguments.only)
+    results: dict[str, Result] = {}
+    if arguments.out is not None and arguments.out.exists():
+        results = json.loads(arguments.out.read_text(encoding="utf-8"))["results"]
+    results |= run_all(arguments.seeds, arguments.jobs, arguments.cases, arguments.only, arguments.without)
+    results = {name: results[name] for name in studies() if name in results}
     report = {
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "commit": commit(),

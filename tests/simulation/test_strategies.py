@@ -79,6 +79,30 @@ def test_borrowing_helps_and_serving_keeps_its_slo() -> None:
     assert alone.tpot_p50_ms < default.serving.tpot_p50_ms <= scenario.serving.tpot_slo_s * 1e3
 
 
+def test_serving_alone_is_measured_over_the_same_phases() -> None:
+    outcome = simulate(small(), "default", SEED)
+    serving = outcome.serving
+    assert serving is not None
+    pairs = (
+        (outcome.alone_ttft_p50_ms, serving.ttft_p50_ms),
+        (outcome.alone_tpot_p50_ms, serving.tpot_p50_ms),
+        (outcome.alone_tpot_p99_ms, serving.tpot_p99_ms),
+    )
+    for alone_ms, shared_ms in pairs:
+        assert alone_ms is not None
+        assert shared_ms is not None
+        assert alone_ms < shared_ms
+    assert simulate(small(), "fixed", SEED).alone_ttft_p50_ms is None
+
+
+def test_a_job_that_borrows_nothing_does_not_pay_for_the_thin_link() -> None:
+    scenario = small()
+    thin = attrs.evolve(scenario, link=attrs.evolve(scenario.link, gbps=0.5))
+    wide, narrow = simulate(scenario, "fixed", SEED), simulate(thin, "fixed", SEED)
+    assert narrow.steps[0].sync_s == wide.steps[0].sync_s
+    assert simulate(thin, "default", SEED).steps[0].sync_s > narrow.steps[0].sync_s
+
+
 def test_with_nothing_to_borrow_every_policy_is_the_fixed_baseline() -> None:
     scenario = small(borrowed_gpus=0)
     fixed = simulate(scenario, "fixed", SEED)

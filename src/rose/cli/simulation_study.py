@@ -88,9 +88,15 @@ def _changed(scenario: Scenario, arguments: argparse.Namespace) -> Scenario:
         pairs = [split_setting(text, "KEY=VALUE") for text in arguments.set]
         return {key: parse_value(key, text) for key, text in pairs}
 
+    given = list(arguments.set)
     if arguments.trace is not None:
         scenario = evolve_all(scenario, {"serving.trace": arguments.trace})
-    return _called("--set", lambda: evolve_all(scenario, settings()))
+        given.insert(0, f"serving.trace={arguments.trace}")
+    changed = _called("--set", lambda: evolve_all(scenario, settings()))
+    if not given or not scenario.assumptions:
+        return changed
+    note = f"changed by hand, whatever the other lines say: {', '.join(given)}"
+    return attrs.evolve(changed, assumptions=(*changed.assumptions, note))
 
 
 def _called(flag: str, call: Callable[[], T]) -> T:

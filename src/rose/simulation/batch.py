@@ -34,9 +34,14 @@ class Job:
         arrived_s: When it reached the engine.
         prefix_keys: Names of the prefixes that it may find in the cache, with their lengths, longest last; its own context is
             cached under the last when it ends.
-        computed_tokens: Of the prompt.
+        computed_tokens: Of the context; while it decodes, as of the step at which it began to.
         made_tokens: At the last change of place; ask the batch for the present number.
+        cached_tokens: Of the prompt, found in the cache at its last admission.
+        first_token_s: When its user saw the first token; -1 before. Listeners keep it.
+        number: Admissions before its last one: the higher, the younger.
+        joined_step: The batch's count of steps when it began to decode; -1 while it does not.
         reserved_tokens: What its admission reserved.
+        is_gone: It ended or was dropped.
     """
 
     job_id: str
@@ -109,6 +114,8 @@ class Batch:
 
     Attributes:
         kv_tokens: The budget in force.
+        waiting: Jobs that are not admitted, in order. Read only; ``add`` and ``drop`` change it.
+        cache: Contexts and shared prefixes that are kept.
         num_steps: Steps made.
         num_preempted: Times a job had to compute its prefix again for want of memory.
         num_prefilled_tokens: Prompt tokens computed, those computed again included.

@@ -133,7 +133,7 @@ def _step_line(fit: StepFit) -> str:
 def _order_line(order: OrderCheck) -> str:
     ties = "".join(f", {low} and {high} overlap" for low, high in order.tied)
     wrong = "".join(f", {low} before {high} was not predicted" for low, high in order.wrong)
-    verdict = "as predicted" if order.is_same else "NOT as predicted"
+    verdict = "those that differ as predicted" if order.is_same else "NOT as predicted"
     return f"order by {order.figure}: {' < '.join(order.measured)}, {verdict}{wrong}{ties}"
 
 

@@ -77,7 +77,7 @@ class Lane:
 
     @property
     def wants(self) -> bool:
-        """Whether it would make a step if it had the device."""
+        """Whether it would make a step if it had the device; lets waiting jobs into its batch to find that out."""
         if self.is_paused:
             return False
         batch = self.batch
@@ -96,11 +96,15 @@ class Lane:
 
 @attrs.frozen
 class Turn:
-    """A rule's word: ``lane`` makes up to ``max_steps`` steps with prompts in chunks of ``chunk_tokens``, from now on."""
+    """A rule's word: ``lane`` makes up to ``max_steps`` steps with prompts in chunks of ``chunk_tokens``, from now on.
+
+    No step but the first starts at ``until_s`` or later.
+    """
 
     lane: Lane
     max_steps: float
     chunk_tokens: int
+    until_s: float = NEVER_S
 
 
 @attrs.frozen
@@ -149,6 +153,12 @@ class Run:
             num_done -= 1
         return num_done
 
+    def num_begun(self, until_s: float) -> int:
+        """Return how many steps start before ``until_s``, at least the first."""
+        num_done = self.num_done(until_s)
+        is_next_begun = self.end_s(num_done) + self.gap_s < until_s
+        return max(1, min(self.num_steps, num_done + is_next_begun))
+
 
 class Device:
     """Makes time pass for the lanes of one device."""
@@ -161,11 +171,6 @@ class Device:
         self._timer: asyncio.TimerHandle | None = None
         self._is_asked = False
         self._waiters: list[asyncio.Future[None]] = []
-
-    @property
-    def running(self) -> Lane | None:
-        """The lane whose step is in progress."""
-        return None if self._run is None else self._run.lane
 
     def poke(self) -> None:
         """Hear that something changed: decide again, at the end of the step in progress if there is one."""
@@ -203,6 +208,7 @@ class Device:
         """End a run after the step in progress; in the host's gap between two steps, at once."""
         self.fold()
         if run.start_s > self._loop.time():
+            self._cancel_timer()
             self._close(run, 0)
         elif run.num_steps > 1:
             run.num_steps = 1
@@ -219,9 +225,8 @@ class Device:
         if isinstance(word, Idle):
             if word.until_s < NEVER_S:
                 self._set_timer(max(word.until_s, now_s), self._wake)
-            elif self._timer is not None:
-                self._timer.cancel()
-                self._timer = None
+            else:
+                self._cancel_timer()
             return
         self._begin(word, now_s)
 
@@ -242,6 +247,8 @@ class Device:
             num_steps = int(min(batch.steps_to_change(), turn.max_steps))
             base_s = lane.times.step_s(0, decodes, context, 0.0)
             run = Run(lane, None, now_s, num_steps, base_s, lane.times.growth_s(decodes), lane.times.host_gap_s)
+            if turn.until_s < NEVER_S:
+                run.num_steps = run.num_begun(turn.until_s)
         self._run = run
         self._set_timer(run.end_s(run.num_steps), self._finish)
 
@@ -280,6 +287,10 @@ class Device:
             lane.listener([], ended, end_s)
 
     def _set_timer(self, when_s: float, callback: Callable[[], None]) -> None:
+        self._cancel_timer()
+        self._timer = self._loop.call_at(when_s, callback)
+
+    def _cancel_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = self._loop.call_at(when_s, callback)
+            self._timer = None

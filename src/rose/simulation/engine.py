@@ -103,7 +103,7 @@ class EngineConfig:
 class _Stream:
     job: Job
     has_stop_token: bool = False
-    num_sent: int = 0
+    unsent: list[tuple[int, WeightVersion | None]] = attrs.field(factory=list)
     num_made: int = 0
     finish: FinishReason | None = None
     waiter: asyncio.Future[None] | None = None
@@ -158,15 +158,16 @@ class ModelledEngine(ServingEngine):
         stream = self._accept(request)
         try:
             while True:
-                if stream.num_made > stream.num_sent or stream.finish is not None:
-                    num_new, stream.num_sent = stream.num_made - stream.num_sent, stream.num_made
+                if stream.unsent or stream.finish is not None:
+                    num_new, version = stream.unsent.pop(0) if stream.unsent else (0, self._version)
+                    is_last = stream.finish is not None and not stream.unsent
                     yield TokenChunk(
                         token_ids=(TOKEN,) * num_new,
                         logprobs=(LOGPROB,) * num_new if request.sampling.logprobs else (),
-                        version=self._version,
-                        finish_reason=stream.finish,
+                        version=version,
+                        finish_reason=stream.finish if is_last else None,
                     )
-                    if stream.finish is not None:
+                    if is_last:
                         return
                     continue
                 self._check_alive()
@@ -260,20 +261,28 @@ class ModelledEngine(ServingEngine):
     def _count(self, stream: _Stream) -> None:
         # a token id counts as made with the first of its tokens, so that coarse ids do not look like a stall
         num_made = -(-self.lane.batch.made_tokens(stream.job) // self._config.resolution_tokens)
-        self.num_tokens += (num_made - stream.num_made) * self._config.resolution_tokens
-        stream.num_made = num_made
+        num_new = num_made - stream.num_made
+        if num_new:
+            self.num_tokens += num_new * self._config.resolution_tokens
+            stream.num_made = num_made
+            if stream.unsent and stream.unsent[-1][1] == self._version:
+                num_new += stream.unsent.pop()[0]
+            stream.unsent.append((num_new, self._version))
 
     def _flush(self) -> None:
-        self._flush_timer = None
+        """Hand out all that was made until now, and again after ``flush_s``."""
+        if self._flush_timer is not None:
+            self._flush_timer.cancel()
+            self._flush_timer = None
         if not self._streams:
             return
+        self._flush_timer = self._loop.call_later(self._config.flush_s, self._flush)
         self._device.fold()
         for stream in self._streams.values():
             if stream.finish is None:
                 self._count(stream)
-                if stream.num_made > stream.num_sent:
+                if stream.unsent:
                     stream.wake()
-        self._flush_timer = self._loop.call_later(self._config.flush_s, self._flush)
 
     # -- the rest of the role
 
@@ -328,13 +337,17 @@ class ModelledEngine(ServingEngine):
             raise VersionConflictError(message)
         update, num_bytes, stage_s = self._staged
         before_s = self._loop.time()
-        await self.pause(PauseMode.KEEP)
-        if self._relay is not None:
-            await asyncio.sleep(self._relay.activation_s(update))
-        self._check_alive()
-        self._staged, self._version = None, update.target
-        self.lane.batch.cache.clear()
-        await self.resume()
+        try:
+            await self.pause(PauseMode.KEEP)
+            if self._relay is not None:
+                await asyncio.sleep(self._relay.activation_s(update))
+            self._check_alive()
+            self._flush()  # what was made so far is of the old version
+            self._staged, self._version = None, update.target
+            self.lane.batch.cache.clear()
+        finally:
+            if self._lost_because is None:
+                await self.resume()
         return Activation(
             version=update.target,
             stage_s=stage_s,
@@ -347,6 +360,7 @@ class ModelledEngine(ServingEngine):
         """Be gone from now on, with everything in flight."""
         self._lost_because = self._lost_because or because
         self.lane.is_paused = True
+        self._device.fold()
         for stream in self._streams.values():
             self.lane.batch.drop(stream.job)
             stream.wake()

@@ -109,12 +109,16 @@ class VirtualLoop(asyncio.AbstractEventLoop):
 
         Raises:
             SimulationError: Nothing can bring ``main`` to its end.
+            RuntimeError: The loop has run already.
         """
         result: T = self.run_until_complete(main)
         return result
 
     def run_until_complete(self, future: Any) -> Any:
         """Run until ``future`` is done; see ``run``."""
+        if self._is_closed:
+            message = "a virtual loop runs once; make a new one"
+            raise RuntimeError(message)
         hooks, outer = sys.get_asyncgen_hooks(), asyncio._get_running_loop()  # noqa: SLF001 - as below
         asyncio._set_running_loop(self)  # noqa: SLF001 - meant for those who write event loops
         sys.set_asyncgen_hooks(firstiter=None, finalizer=self._close_generator)
@@ -134,7 +138,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         self._is_stopped = True
 
     def _run_until_stopped(self) -> None:
-        ready, num_at_once = self._ready, 0
+        ready, num_at_once, before_s = self._ready, 0, self._now_s
         while not self._is_stopped:
             if not ready:
                 if not self._advance():
@@ -143,7 +147,8 @@ class VirtualLoop(asyncio.AbstractEventLoop):
                         f"done; {self._describe_tasks()}"
                     )
                     raise SimulationError(message)
-                num_at_once = 0
+                if self._now_s > before_s:
+                    before_s, num_at_once = self._now_s, 0
             handle = ready.popleft()
             if handle.cancelled():
                 continue
@@ -151,7 +156,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
             num_at_once += 1
             handle._run()  # noqa: SLF001 - what every loop does with its handles
             if self._failures:
-                raise self._failures.pop()
+                raise self._failures[0]
             if num_at_once > self._max_at_once:
                 message = (
                     f"time stands still at {self._now_s} s after {num_at_once} callbacks; {self._describe_tasks()}"

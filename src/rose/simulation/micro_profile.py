@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import math
 
 from rose.backends.paced.profiles import kv_pool_bytes
 from rose.observe.latency import percentile
@@ -21,6 +22,9 @@ def serving_p99_s(scenario: Scenario, seed: int, *, speed: float, duration_s: fl
         seed: Of the load.
         speed: Above 0, at most 1.
         duration_s: Of the load.
+
+    Returns:
+        Both in seconds; 0 where no request came.
     """
     loop = new_loop()
 
@@ -34,7 +38,7 @@ def serving_p99_s(scenario: Scenario, seed: int, *, speed: float, duration_s: fl
         await asyncio.sleep(duration_s)
         answers = feed.answers + feed.unanswered(loop.time())
         ttft_s = percentile([answer.ttft_s for answer in answers], 99)
-        tpot_s = percentile([a.tpot_s for a in answers if a.tpot_s is not None and a.tpot_s == a.tpot_s], 99)
+        tpot_s = percentile([a.tpot_s for a in answers if a.tpot_s is not None and not math.isnan(a.tpot_s)], 99)
         return ttft_s or 0.0, tpot_s or 0.0
 
     return loop.run(measure())

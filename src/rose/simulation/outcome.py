@@ -64,6 +64,7 @@ class Outcome:
         floor_s: The longest trajectory alone on an idle engine, mean over steps.
         completion: ``(seconds from the step's start, share of trajectories done)`` of the first step, at most 64 points.
         num_turns, num_tokens, num_trajectories: Done; tokens are modelled ones.
+        made_tokens: By all engines, those of trajectories that were not counted included.
         num_hops: Attempts of turns beyond the first.
         num_evicted, num_stalled, num_lost: Of those, by why.
         reprefill_tokens: Prompt tokens computed again because a prefix was not where the turn went.
@@ -71,6 +72,8 @@ class Outcome:
         borrowed_gpu_s: GPU seconds for which such engines were held.
         overhead_fraction: Share of the held time that allocation took (boot, load, cold start, activation).
         cost_dollars: Of one step, by the scenario's prices.
+        alone_ttft_p50_ms, alone_ttft_p99_ms, alone_tpot_p50_ms, alone_tpot_p99_ms: Of serving alone, over the requests that arrived in
+            the same phases as those of ``serving``.
         serving: Latency of serving beside it; ``None`` where the strategy runs on no serving device.
         num_events: Steps of the event loop, for judging speed.
     """
@@ -94,5 +97,10 @@ class Outcome:
     borrowed_gpu_s: float
     overhead_fraction: float
     cost_dollars: float
+    made_tokens: int
+    alone_ttft_p50_ms: float | None
+    alone_ttft_p99_ms: float | None
+    alone_tpot_p50_ms: float | None
+    alone_tpot_p99_ms: float | None
     serving: ServingOutcome | None
     num_events: int

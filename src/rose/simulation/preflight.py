@@ -7,6 +7,8 @@ from typing import Any
 
 from rose.backends.paced.profiles import Profile, profile_named
 from rose.errors import ConfigError
+from rose.interfaces.device import StepWork
+from rose.policies.admission import AdmissionConfig, Slo, arrival_reserve_s
 from rose.simulation.model_shapes import model_shape
 from rose.simulation.scenario import RolloutConfig, Scenario, ServingConfig, check_engines
 from rose.simulation.serving_load import ServingPlan, serving_profile
@@ -49,7 +51,17 @@ def _problems(check: Callable[[Any], object], subject: object) -> list[str]:
 
 
 def _check_serving(serving: ServingConfig) -> None:
-    serving_profile(serving)
+    profile, chunk = serving_profile(serving), serving.chunk_tokens
+    chunk_s = profile.step_s(StepWork(num_prefill_tokens=chunk, prefill_positions=chunk**2 / 2))
+    slo = Slo(ttft_s=serving.ttft_slo_s, tpot_s=serving.tpot_slo_s)
+    try:
+        arrival_reserve_s(AdmissionConfig(slo=slo), chunk_s, chunk, "serving")
+    except ConfigError as error:
+        message = (
+            f"serving.tpot_slo_s = {serving.tpot_slo_s:g} leaves no room for one prefill chunk of serving.chunk_tokens = {chunk} "
+            f"({chunk_s:.3f} s) and a rollout step; lower serving.chunk_tokens or raise the SLO"
+        )
+        raise ConfigError(message) from error
     if serving.trace is not None:
         ServingPlan.of(serving, duration_s=_SOME_DURATION_S, seed=0)
 

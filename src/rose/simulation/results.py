@@ -126,7 +126,7 @@ FIGURES: Mapping[str, _Figure] = {
     "own_p75_fraction": _of_step(lambda step: step.own_p75_fraction),
     "end_p75_fraction": _of_step(lambda step: step.end_p75_fraction),
     "tokens_per_s": _tokens_per_s,
-    "borrowed_fraction": lambda pair: _ratio(pair.own.borrowed_tokens, pair.own.num_tokens),
+    "borrowed_fraction": lambda pair: _ratio(pair.own.borrowed_tokens, pair.own.made_tokens),
     **{name: _of_own(name) for name in _plain_names() if name not in {"step_s", "rollout_s"}},
     **{
         name: _of_serving(name)

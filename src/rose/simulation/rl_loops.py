@@ -61,7 +61,7 @@ class Job:
         begun_s = self.now()
         await asyncio.sleep(self.train_s)
         trained_s = self.now()
-        await self.world.relay.publish(is_remote=self.world.num_lent > 0)
+        await self.world.relay.publish(is_remote=self.supply.is_remote and self.world.num_lent > 0)
         await self.pool.sync_weights(self.world.relay)
         return trained_s - begun_s, self.now() - trained_s
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 
@@ -11,11 +12,9 @@ import attrs
 from rose.pool import EngineState, EngineStateChanged, PoolEvent
 from rose.simulation.engine import HEADER_IDS, TOKEN, PromptHeader
 from rose.simulation.trajectories import TrajectoryPlan
-from rose.types import AnyVersion, EngineId, EngineKind, Sampling, Turn, TurnResult, VersionConstraint
+from rose.types import EngineId, EngineKind, Sampling, Turn, TurnResult
 
 Generate = Callable[[Turn], Awaitable[TurnResult]]
-
-_PAD = (TOKEN,) * 65_536
 
 
 @attrs.frozen(kw_only=True)
@@ -31,7 +30,6 @@ class TrajectoryRecord:
     num_tokens: int
     num_hops: int
     needed_tokens: int
-    oldest_version: int | None
 
 
 @attrs.define(eq=False)
@@ -63,8 +61,6 @@ class TrajectorySlots:
 
     async def acquire(self) -> None:
         """Return when a trajectory may begin."""
-        if self.per_engine is None:
-            return
         turn = asyncio.get_running_loop().create_future()
         self._queue.append(turn)
         self._let_in()
@@ -80,10 +76,12 @@ class TrajectorySlots:
         self._num_taken -= 1
         self._let_in()
 
+    def _num_slots(self) -> float:
+        return math.inf if self.per_engine is None else int(self.per_engine * sum(self._ready.values()))
+
     def _let_in(self) -> None:
-        if self.per_engine is None:
-            return
-        while self._queue and self._num_taken < int(self.per_engine * sum(self._ready.values())):
+        num_slots = self._num_slots()
+        while self._queue and self._num_taken < num_slots:
             turn = self._queue.popleft()
             if not turn.done():
                 self._num_taken += 1
@@ -107,7 +105,6 @@ class TrajectoryRunner:
     max_turn_tokens: int
     slots: TrajectorySlots
     asks_exactly: bool = False
-    versions: VersionConstraint = attrs.field(factory=AnyVersion)
     _num_trajectories: int = 0
     _groups: dict[str, int] = attrs.field(factory=dict)
 
@@ -117,39 +114,33 @@ class TrajectoryRunner:
         try:
             return await self._run(plan)
         finally:
-            if self.slots.per_engine is not None:
-                self.slots.release()
+            self.slots.release()
 
     async def _run(self, plan: TrajectoryPlan) -> TrajectoryRecord:
         self._num_trajectories += 1
         number = self._num_trajectories
         group = self._groups.setdefault(plan.group_id, len(self._groups))
-        sampling = Sampling(max_tokens=self._ids(self.max_turn_tokens), logprobs=False)
         loop = asyncio.get_running_loop()
         num_shared = length = num_tokens = num_hops = num_new = 0
-        oldest: int | None = None
         for i, turn in enumerate(plan.turns):
-            new_ids = max(HEADER_IDS, self._ids(turn.num_new_tokens)) if i == 0 else self._ids(turn.num_new_tokens)
+            new_ids = max(HEADER_IDS if i == 0 else 0, self._ids(turn.num_new_tokens))
             length += new_ids
             num_new += new_ids
             num_shared = num_shared or length
-            header = PromptHeader(number, group, num_shared, length + self._ids(turn.num_output_tokens))
+            num_output = self._ids(turn.num_output_tokens)
+            header = PromptHeader(number, group, num_shared, length + num_output)
+            most = num_output if self.asks_exactly else self._ids(self.max_turn_tokens)
             result = await self.generate(
                 Turn(
                     trajectory_id=plan.trajectory_id,
                     group_id=plan.group_id,
-                    prompt_ids=header.ids() + _PAD[: length - HEADER_IDS],
-                    sampling=sampling
-                    if not self.asks_exactly
-                    else Sampling(max_tokens=self._ids(turn.num_output_tokens), logprobs=False),
-                    versions=self.versions,
+                    prompt_ids=header.ids() + (TOKEN,) * (length - HEADER_IDS),
+                    sampling=Sampling(max_tokens=most, logprobs=False),
                 )
             )
             length += len(result.token_ids)
             num_tokens += len(result.token_ids)
             num_hops += len(result.hops) - 1
-            for span in result.versions:
-                oldest = span.version.n if oldest is None else min(oldest, span.version.n)
             if turn.env_s > 0 and i + 1 < len(plan.turns):
                 await asyncio.sleep(turn.env_s)
         scale = self.resolution_tokens
@@ -160,7 +151,6 @@ class TrajectoryRunner:
             num_tokens=num_tokens * scale,
             num_hops=num_hops,
             needed_tokens=num_new * scale,
-            oldest_version=oldest,
         )
 
     def _ids(self, num_tokens: int) -> int:

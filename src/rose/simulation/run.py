@@ -54,6 +54,11 @@ def _few_collections() -> Iterator[None]:
 
 def simulate_serving(scenario: Scenario, seed: int) -> ServingOutcome:
     """Run the serving side alone for ten minutes, on the arrivals that it has in every run of that seed."""
+    return _serving_alone(scenario, seed, ((WARM_UP_S, WARM_UP_S + ALONE_S),))
+
+
+def _serving_alone(scenario: Scenario, seed: int, windows: tuple[tuple[float, float], ...]) -> ServingOutcome:
+    """Run the serving side alone and return what users saw whose requests arrived within ``windows``."""
     loop = new_loop()
 
     async def run() -> ServingOutcome:
@@ -63,10 +68,11 @@ def simulate_serving(scenario: Scenario, seed: int) -> ServingOutcome:
             lane = world.serving_lane(f"serving{index}", pool_bytes)
             world.feed(index, lane, poker(alone(loop, lane)))
         world.start_serving()
-        await asyncio.sleep(WARM_UP_S)
-        world.open_window()
-        await asyncio.sleep(ALONE_S)
-        world.close_window(WARM_UP_S)
+        for begin_s, end_s in windows:
+            await asyncio.sleep(begin_s - loop.time())
+            world.open_window()
+            await asyncio.sleep(end_s - loop.time())
+            world.close_window(begin_s)
         outcome = world.summarise()
         assert outcome is not None  # noqa: S101 - there is at least one feed
         return outcome
@@ -157,6 +163,8 @@ def _outcome(job: Job, seed: int) -> Outcome:
     held_s = [((held.until_s if held.until_s is not None else now_s) - held.since_s, held) for held in world.held]
     held_gpu_s = sum(duration_s * held.num_gpus for duration_s, held in held_s)
     overhead_gpu_s = sum(min(duration_s, held.overhead_s) * held.num_gpus for duration_s, held in held_s)
+    serving = world.summarise()
+    beside = None if serving is None else _serving_alone(world.scenario, seed, tuple(world.windows))
     prefilled = sum(engine.lane.batch.num_prefilled_tokens for engine in [*world.dedicated, *world.guests])
     step_s = _mean([step.step_s for step in steps])
     return Outcome(
@@ -179,7 +187,12 @@ def _outcome(job: Job, seed: int) -> Outcome:
         borrowed_gpu_s=held_gpu_s,
         overhead_fraction=overhead_gpu_s / held_gpu_s if held_gpu_s else 0.0,
         cost_dollars=_cost(job, step_s, held_gpu_s),
-        serving=world.summarise(),
+        made_tokens=sum(engine.num_tokens for engine in [*world.dedicated, *world.guests]),
+        alone_ttft_p50_ms=None if beside is None else beside.ttft_p50_ms,
+        alone_ttft_p99_ms=None if beside is None else beside.ttft_p99_ms,
+        alone_tpot_p50_ms=None if beside is None else beside.tpot_p50_ms,
+        alone_tpot_p99_ms=None if beside is None else beside.tpot_p99_ms,
+        serving=serving,
         num_events=world.loop.num_callbacks,
     )
 

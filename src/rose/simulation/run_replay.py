@@ -23,13 +23,14 @@ from rose.simulation.loop import LoopClock, VirtualLoop, new_loop
 from rose.simulation.rollouts import TrajectoryRecord, TrajectoryRunner, TrajectorySlots
 from rose.simulation.run_record import DeviceRecord, RunRecord
 from rose.simulation.serving_site import Answer, ServingFeed
-from rose.simulation.sharing import AloneRule, CoservingConfig, CoservingRule
+from rose.simulation.sharing import AloneRule, CoservingConfig, CoservingRule, share_device, shared_poker
 from rose.simulation.traces import Arrival
 from rose.simulation.trajectories import TrajectoryPlan, TurnPlan
 from rose.simulation.world import ProfileTimes
 from rose.types import DeviceId, EngineId, JobId
 
 _DRAIN_POLL_S = 0.05
+_SETTLE_S = 5.0  # live budgets have grown before a run begins
 
 
 @attrs.frozen(kw_only=True)
@@ -122,11 +123,11 @@ class _Replay:
         pool = RolloutPool(
             self.dedicated if self.has_rollouts else [], config=config, clock=clock, on_event=slots.hear, seed=seed
         )
-        async with pool, self._borrowing(pool, clock):
+        async with pool, self._borrowing(pool, clock), asyncio.TaskGroup() as tasks:
             begun_s = self.loop.time()
             for feed in self.feeds:
                 feed.start()
-            window = asyncio.create_task(self._tokens_at(begun_s + self.record.window_s))
+            window = tasks.create_task(self._tokens_at(begun_s + self.record.window_s))
             records = await self._roll_out(pool, slots) if self.has_rollouts else []
             rollout_s = self.loop.time() - begun_s if records else None
             window_tokens = await window
@@ -173,7 +174,7 @@ class _Replay:
         async with Borrower(
             Lender(ledgers, clock, mode=self.mode), pool, self.borrowed, job=JobId("replay"), clock=clock
         ):
-            await asyncio.sleep(5.0)  # live budgets have grown before a run begins
+            await asyncio.sleep(_SETTLE_S)
             yield
 
     async def _tokens_at(self, at_s: float) -> int:
@@ -204,20 +205,15 @@ class _Replay:
             chunk=record.rollout.chunk,
             missed_turns=self.missed_turns,
         )
-        rule = CoservingRule(owner, guest, config, evict=lambda jobs: engine.evict(jobs))
-        shared = Device(self.loop, rule)
-        rule.ledger.on_change = shared.poke
+        shared, rule = share_device(self.loop, owner, guest, config, evict=lambda jobs: engine.evict(jobs))
         most = possible_budget(record.memory, math.inf) // guest.times.kv_bytes_per_token
         engine = self._engine(guest, shared, most_tokens=most)
         self.borrowed[DeviceId(device.name)] = engine
         self.rules[DeviceId(device.name)] = rule
-
-        def on_change(has_started: bool) -> None:  # noqa: FBT001 - as the feed calls it
-            rule.note_serving_changed(has_started=has_started)
-            shared.poke()
-
         arrivals = [Arrival(a.at_s, a.prompt_tokens, a.output_tokens) for a in record.arrivals[device.name]]
-        self.feeds.append(ServingFeed(owner, arrivals, math.inf, on_change, api_overhead_s=self.api_overhead_s))
+        self.feeds.append(
+            ServingFeed(owner, arrivals, math.inf, shared_poker(shared, rule), api_overhead_s=self.api_overhead_s)
+        )
 
     def _rollout_lane(self, name: str, pool_bytes: float, *, reserves_growth: bool = False) -> Lane:
         setup, times = self.record.rollout, ProfileTimes(self.rollout)

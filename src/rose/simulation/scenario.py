@@ -73,7 +73,7 @@ class ServingConfig:
 
     profile: str = attrs.field(validator=checks.text())
     load_fraction: float = attrs.field(default=0.3, validator=checks.number(above=0, at_most=2))
-    rate_rps: float | None = attrs.field(default=None, validator=checks.optional(checks.number(above=0)))
+    rate_rps: float | None = attrs.field(default=None, validator=checks.optional(checks.number(above=0, at_most=1000)))
     trace: str | None = attrs.field(default=None, validator=checks.optional(checks.text()))
     trace_offset_s: float = attrs.field(default=0.0, validator=checks.number(at_least=0))
     layout: Layout = attrs.field(default=Layout.COLOCATED, validator=checks.instance(Layout))
@@ -81,7 +81,7 @@ class ServingConfig:
     tpot_slo_s: float = attrs.field(default=0.15, validator=checks.number(above=0))
     max_seqs: int = attrs.field(default=256, validator=checks.integer(1))
     chunk_tokens: int = attrs.field(default=2048, validator=checks.integer(64))
-    api_overhead_s: float = attrs.field(default=0.0, validator=checks.number(at_least=0))
+    api_overhead_s: float = attrs.field(default=0.0, validator=checks.number(at_least=0, at_most=60))
     operators: str | None = attrs.field(default=None, validator=checks.optional(checks.text()))
 
 
@@ -143,7 +143,7 @@ class LoopConfig:
 
     algorithm: Algorithm = attrs.field(default=Algorithm.GRPO, validator=checks.instance(Algorithm))
     num_steps: int = attrs.field(default=1, validator=checks.integer(1))
-    train_s: float | None = attrs.field(default=None, validator=checks.optional(checks.number(at_least=0)))
+    train_s: float | None = attrs.field(default=None, validator=checks.optional(checks.number(at_least=0, at_most=1e6)))
     rollout_share: float = attrs.field(default=0.8, validator=checks.number(above=0, at_most=1))
     max_staleness: int = attrs.field(default=1, validator=checks.integer(0))
     max_demand: float = attrs.field(default=5.7, validator=checks.number(at_least=1))
@@ -161,9 +161,9 @@ class LinkConfig:
         model: Whose tensors travel, see ``rose.simulation.sync``; by default the rollout profile's.
     """
 
-    gbps: float = attrs.field(default=100.0, validator=checks.number(above=0))
+    gbps: float = attrs.field(default=100.0, validator=checks.number(above=0, at_most=1e6))
     local_gbps: float = attrs.field(default=200.0, validator=checks.number(above=0))
-    latency_s: float = attrs.field(default=0.002, validator=checks.number(at_least=0))
+    latency_s: float = attrs.field(default=0.002, validator=checks.number(at_least=0, at_most=60))
     changed_fraction: float = attrs.field(default=0.02, validator=checks.number(at_least=0, at_most=1))
     model: str | None = attrs.field(default=None, validator=checks.optional(checks.text()))
 

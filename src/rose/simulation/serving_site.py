@@ -38,7 +38,7 @@ class ServingFeed:
         arrivals: Of one period, sorted.
         period_s: After which they come again; ``inf``: never.
         on_change: Called after the engine's requests changed, with whether one more decodes; pokes the device.
-        redirect: Where a request goes instead, if anywhere.
+        redirect: Where a request goes instead, if anywhere; whether it is decoded there is that engine's affair.
         api_overhead_s: Added to each first token.
         after_prefill: Takes over requests whose first token was made here, where decode is elsewhere.
     """
@@ -85,14 +85,15 @@ class ServingFeed:
         if is_over:
             self._next, self._lap = 0, self._lap + 1
         self._number += 1
+        feed = self.redirect or self
         job = Job(
             job_id=f"{self.lane.name}/{self._number}",
             prompt_tokens=arrival.prompt_tokens,
-            output_tokens=1 if self.after_prefill is not None else arrival.output_tokens,
+            output_tokens=1 if feed.after_prefill is not None else arrival.output_tokens,
             max_output_tokens=arrival.output_tokens,
             arrived_s=self._loop.time(),
         )
-        (self.redirect or self).take(job)
+        feed.take(job)
         if not (is_over and self.period_s == math.inf):
             self._set_timer()
 
@@ -121,7 +122,7 @@ class ServingFeed:
                 job.first_token_s = now_s
         for job in ended:
             del self._open[job.job_id]
-            if self.after_prefill is not None and job.max_output_tokens > 1:
+            if self.after_prefill is not None and job.output_tokens < job.max_output_tokens:
                 self.after_prefill(job, now_s)
             else:
                 self.answers.append(self._answer(job, now_s))
@@ -131,15 +132,16 @@ class ServingFeed:
         num_gaps = job.output_tokens - (0 if job.job_id in self._handed_over else 1)
         self._handed_over.discard(job.job_id)
         tpot_s = (now_s - job.first_token_s) / num_gaps if num_gaps > 0 else None
-        return Answer(job.arrived_s, job.first_token_s - job.arrived_s + self.api_overhead_s, tpot_s)
+        return Answer(job.arrived_s, self._ttft_s(job, now_s), tpot_s)
 
     def unanswered(self, now_s: float) -> list[Answer]:
         """Return requests still open: those without a first token with the time they have waited."""
-        nan = float("nan")
-        return [
-            Answer(job.arrived_s, (job.first_token_s if job.first_token_s >= 0 else now_s) - job.arrived_s, nan)
-            for job in self._open.values()
-        ]
+        return [Answer(job.arrived_s, self._ttft_s(job, now_s), math.nan) for job in self._open.values()]
+
+    def _ttft_s(self, job: Job, now_s: float) -> float:
+        if job.first_token_s < 0:
+            return now_s - job.arrived_s
+        return job.first_token_s - job.arrived_s + self.api_overhead_s
 
 
 def _at_s(arrival: Arrival) -> float:
@@ -160,8 +162,7 @@ def hand_over(prefill: ServingFeed, decode: ServingFeed, transfer_s: Callable[[i
             computed_tokens=job.prompt_tokens,
             first_token_s=job.first_token_s,
         )
-        rest.output_tokens = max(1, rest.output_tokens)
-        loop.call_at(now_s + transfer_s(job.prompt_tokens), decode.take, rest)
+        loop.call_at(now_s + transfer_s(job.prompt_tokens), lambda: (decode.redirect or decode).take(rest))
 
     prefill.after_prefill = after_prefill
 
@@ -176,7 +177,7 @@ def summarise(
 ) -> ServingOutcome:
     """Return what the users saw whose requests arrived within the windows.
 
-    A request that is still open counts once it is over its TTFT SLO or has a first token; its TPOT is unknown.
+    A request that is still open counts if its first token came, or is awaited, beyond the TTFT SLO; its TPOT is unknown.
     """
     feeds = list(feeds)
 
@@ -187,7 +188,7 @@ def summarise(
     late = [a for feed in feeds for a in feed.unanswered(now_s) if is_inside(a) and a.ttft_s > ttft_slo_s]
     answers += late
     ttfts = [answer.ttft_s * 1e3 for answer in answers]
-    tpots = [answer.tpot_s * 1e3 for answer in answers if answer.tpot_s is not None and answer.tpot_s == answer.tpot_s]
+    tpots = [answer.tpot_s * 1e3 for answer in answers if answer.tpot_s is not None and not math.isnan(answer.tpot_s)]
     num_over = sum(
         answer.ttft_s > ttft_slo_s or (answer.tpot_s is not None and answer.tpot_s > tpot_slo_s) for answer in answers
     )

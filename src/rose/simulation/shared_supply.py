@@ -23,10 +23,11 @@ from rose.policies.memory import MemoryConfig, possible_budget
 from rose.pool import Borrower, RolloutPool
 from rose.simulation.device import Device, Lane
 from rose.simulation.engine import ModelledEngine
+from rose.simulation.guest_memory import MemoryRule
 from rose.simulation.micro_profile import serving_p99_s
 from rose.simulation.serving_load import capacity_rps
 from rose.simulation.serving_site import ServingFeed
-from rose.simulation.sharing import CoservingConfig, CoservingRule, MemoryRule, SwitchRule
+from rose.simulation.sharing import CoservingConfig, CoservingRule, SwitchRule, share_device, shared_poker
 from rose.simulation.supply import Supply
 from rose.simulation.world import Held, ProfileTimes, World, alone, poker
 from rose.types import DeviceId, EngineId, EngineKind, JobId
@@ -48,7 +49,7 @@ def check_pair(world: World) -> None:
     """Check that a rollout engine fits on a serving engine's GPUs.
 
     Raises:
-        ConfigError: Their numbers of GPUs differ, or the weights of both leave no memory.
+        ConfigError: Their numbers of GPUs differ.
     """
     if world.rollout.num_gpus != world.serving.num_gpus:
         message = (
@@ -119,17 +120,10 @@ class CoservingSupply(Supply):
             times=ProfileTimes(world.rollout),
             chunk_tokens=config.chunk.max_tokens,
         )
-        rule = CoservingRule(owner, guest, config, evict=lambda jobs: engine.evict(jobs))
-        device = Device(world.loop, rule)
-        rule.ledger.on_change = device.poke
+        device, rule = share_device(world.loop, owner, guest, config, evict=lambda jobs: engine.evict(jobs))
         most_tokens = possible_budget(memory, math.inf) // world.rollout.kv_bytes_per_token
         engine = world.engine(guest.name, guest, device, is_local=False, most_tokens=most_tokens)
-
-        def on_change(has_started: bool) -> None:  # noqa: FBT001 - as the feed calls it
-            rule.note_serving_changed(has_started=has_started)
-            device.poke()
-
-        world.feed(index, owner, on_change)
+        world.feed(index, owner, shared_poker(device, rule))
         return SharedEngine(engine, rule)
 
     @contextlib.asynccontextmanager
@@ -161,18 +155,23 @@ async def _whole_phase(world: World, pool: RolloutPool, engines: list[ModelledEn
         await asyncio.sleep(wake_s(world))
         await pool.add_engine(engine, EngineKind.BORROWED)
 
-    async with asyncio.TaskGroup() as group:
-        joins = [group.create_task(join(engine)) for engine in engines]
-        try:
-            yield
-        finally:
-            for task in joins:
-                task.cancel()
-    for engine in engines:
-        with contextlib.suppress(EngineLostError):
-            await pool.remove_engine(engine.engine_id, "the phase is over")
-    for each in held:
-        world.let_go(each)
+    try:
+        async with asyncio.TaskGroup() as group:
+            joins = [group.create_task(join(engine)) for engine in engines]
+            try:
+                yield
+            finally:
+                for task in joins:
+                    task.cancel()
+    finally:
+        for each in held:
+            world.let_go(each)
+        await asyncio.gather(*(_take_out(pool, engine) for engine in engines))
+
+
+async def _take_out(pool: RolloutPool, engine: ModelledEngine) -> None:
+    with contextlib.suppress(EngineLostError):  # it has not joined yet
+        await pool.remove_engine(engine.engine_id, "the phase is over")
 
 
 @attrs.define(eq=False)
@@ -235,7 +234,8 @@ class SwitchSupply(Supply):
     Assumed: loading a model takes its weights from host memory at 25 GB/s a GPU and 0.1 s; the rollout model comes in when
     serving is idle, or when its requests have waited ``patience_s``, and stays until one of serving's has waited its TTFT SLO.
     Then its KV memory is given up, its requests compute their prefixes again. With ``is_resident`` both models' weights stay, so that
-    nothing is loaded, and both share one pool of KV memory. Such an engine is given a tenth of the trajectories.
+    nothing is loaded, and both share one pool of KV memory. Such an engine is given a fiftieth
+    of the trajectories of one of the job's own.
     """
 
     patience_s: float = 1.5
@@ -291,6 +291,7 @@ class WholeSupply(Supply):
     period_s: float = 60.0
     _feeds: list[ServingFeed] = attrs.field(factory=list)
     _lent: dict[int, asyncio.Task[None]] = attrs.field(factory=dict)
+    _back_s: dict[int, float] = attrs.field(factory=dict)
     _lives: int = 0
 
     def build(self, world: World) -> None:
@@ -310,9 +311,9 @@ class WholeSupply(Supply):
                 yield
             finally:
                 task.cancel()
-                for lent in self._lent.values():
-                    lent.cancel()
-        self._lent.clear()
+                for index in list(self._lent):
+                    self._lent.pop(index).cancel()
+                self._redirect(world.loop.time())
 
     async def _follow(self, world: World, pool: RolloutPool, group: asyncio.TaskGroup) -> None:
         capacity = capacity_rps(world.serving)
@@ -324,9 +325,18 @@ class WholeSupply(Supply):
                     self._lent[index] = group.create_task(self._lend_one(world, pool, index))
                 elif index < num_kept and index in self._lent:
                     self._lent.pop(index).cancel()
-            for index, feed in enumerate(self._feeds):
-                feed.redirect = self._feeds[index % num_kept] if index in self._lent else None
+            self._redirect(world.loop.time())
             await asyncio.sleep(self.period_s)
+
+    def _redirect(self, now_s: float) -> None:
+        """Send the requests of engines whose model is not on its GPU to the others."""
+        here = [
+            feed
+            for index, feed in enumerate(self._feeds)
+            if index not in self._lent and now_s >= self._back_s.get(index, 0.0)
+        ]
+        for index, feed in enumerate(self._feeds):
+            feed.redirect = None if feed in here else here[index % len(here)]
 
     async def _lend_one(self, world: World, pool: RolloutPool, index: int) -> None:
         feed = self._feeds[index]
@@ -344,9 +354,11 @@ class WholeSupply(Supply):
             await pool.add_engine(engine, EngineKind.BORROWED)
             await asyncio.get_running_loop().create_future()
         finally:
-            feed.redirect = None
+            if held is not None:
+                world.let_go(held)
+                self._back_s[index] = back_s = world.loop.time() + self.boot_s
+                world.loop.call_at(back_s, self._redirect, back_s)
+            self._redirect(world.loop.time())
             if engine_id is not None:
                 with contextlib.suppress(EngineLostError):
                     await pool.remove_engine(engine_id, "serving takes its GPU back", timeout_s=0.0)
-            if held is not None:
-                world.let_go(held)

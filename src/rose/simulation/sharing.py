@@ -7,9 +7,9 @@ changed), lateness, and the moments in which two processes race for the turn.
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Callable, Sequence
-from enum import Enum
 
 import attrs
 
@@ -31,9 +31,12 @@ from rose.policies.admission import (
     targets,
 )
 from rose.policies.compute import ChunkConfig, fit_chunk
-from rose.policies.memory import MemoryConfig, next_budget
+from rose.policies.memory import MemoryConfig
 from rose.simulation.batch import Job
-from rose.simulation.device import NEVER_S, Idle, Lane, Turn
+from rose.simulation.device import NEVER_S, Device, Idle, Lane, Turn
+from rose.simulation.guest_memory import GuestMemory, MemoryRule
+
+_MOST_MISSED = 2.0
 
 
 class AloneRule:
@@ -80,13 +83,6 @@ class MemoryLedger:
         return self.state()
 
 
-class MemoryRule(Enum):
-    """How the device's KV memory is shared."""
-
-    HEADROOM = "headroom"  # the live policy: a head-room for serving, cut at once, grown slowly
-    PUBLISHED = "published"  # the paper: cut to half when the head-room is used up, frozen until the job's next step
-
-
 @attrs.frozen(kw_only=True)
 class CoservingConfig:
     """The executor's settings on one modelled device.
@@ -101,8 +97,6 @@ class CoservingConfig:
     memory: MemoryConfig
     chunk: ChunkConfig = attrs.field(factory=ChunkConfig)
     memory_rule: MemoryRule = MemoryRule.HEADROOM
-    has_lease: bool = True
-    mode: Mode = Mode.SLO
     missed_turns: float = 0.0
 
 
@@ -121,7 +115,7 @@ class CoservingRule:
         self._owner = owner
         self._guest = guest
         self._config = config
-        self._evict = evict
+        self._memory = GuestMemory(owner, guest, config.memory, config.memory_rule, evict=evict)
         self._predictor = StepPredictor()
         self._guest_predictor = StepPredictor()
         chunk = owner.chunk_tokens
@@ -131,17 +125,9 @@ class CoservingRule:
         self._state: ServingState | None = None
         self._limits: tuple[Mode, Targets] | None = None
         self._tightest: Job | None = None
-        self._tightest_mode: Mode | None = None
-        self._budget_bytes = 0
-        self._grown_s = -math.inf
-        self._is_frozen = False
         self._highest_token = 0
-        self._missed = 0.0
+        self._num_missed = 0.0
         self._late_until_s = 0.0
-        self._seen_granules = -1
-        self._regrow_s = 0.0
-        self._room_bytes = config.memory.pool_bytes - config.memory.headroom_bytes
-        self._granule_bytes = config.memory.granule_bytes
 
     # -- what serving says
 
@@ -155,14 +141,15 @@ class CoservingRule:
         """Serving has published after a step, or is late for its turn after one of the guest's."""
         if lane is self._owner:
             self._state = None
-            self._missed = min(2.0, self._missed + self._config.missed_turns)
-        elif self._missed >= 1 and self._mode not in YIELDING_MODES and self._owner.wants:
-            self._missed -= 1
+            self._num_missed = min(_MOST_MISSED, self._num_missed + self._config.missed_turns)
+        elif self._num_missed >= 1 and self.ledger.mode not in YIELDING_MODES and self._owner.wants:
+            self._num_missed -= 1
+            # just beyond the guest's next chance, so that it gets another step first
             self._late_until_s = now_s + 1.01 * self._guest.times.host_gap_s
 
     def note_job_step(self) -> None:
         """A new step of the RL job begins: a budget that was frozen may grow again."""
-        self._is_frozen, self._seen_granules = False, -1
+        self._memory.note_job_step()
 
     def _state_at(self) -> ServingState:
         if self._state is None:
@@ -207,55 +194,23 @@ class CoservingRule:
             limits, max(self._owner.ends_s, 0.0), [(tightest.first_token_s, batch.made_tokens(tightest))]
         )
 
-    # -- the guest's memory
+    # -- the guest's lease and memory
 
     def follow_budget(self, now_s: float) -> None:
         """Let the guest's KV budget follow serving's use; evict what no longer fits, everything without a lease."""
-        budget, guest, owner_tokens = self.ledger.budget(), self._guest, self._owner.batch.kv_tokens_used
-        if self._config.has_lease and not self._has_lease(budget, now_s):
-            self._budget_bytes, self._seen_granules = 0, -1
-            guest.batch.cut(0)
-            if len(guest.batch):
-                self._evict(guest.batch.everybody())
-            return
-        granules = (self._room_bytes - owner_tokens * self._owner.times.kv_bytes_per_token) // self._granule_bytes
-        if granules == self._seen_granules and now_s < self._regrow_s:
-            return
-        self._seen_granules = granules
-        before_bytes, self._budget_bytes = self._budget_bytes, self._next_budget_bytes(now_s)
-        # one that has stopped growing is looked at again when serving's use changes
-        has_settled = (
-            self._budget_bytes == before_bytes and now_s >= self._grown_s + self._config.memory.growth_interval_s
-        )
-        self._regrow_s = math.inf if has_settled else now_s
-        num_tokens = self._budget_bytes // guest.times.kv_bytes_per_token
-        if num_tokens != guest.batch.kv_tokens:
-            victims = guest.batch.cut(num_tokens)
-            if victims:
-                self._evict(victims)
+        budget = self.ledger.budget()
+        if self._has_lease(budget, now_s):
+            self._memory.follow(budget.kv_cap_bytes, now_s)
+        else:
+            self._memory.withdraw()
 
-    def _next_budget_bytes(self, now_s: float) -> int:
-        config, owner = self._config, self._owner
-        used_bytes = owner.batch.kv_tokens_used * owner.times.kv_bytes_per_token
-        if config.memory_rule is MemoryRule.PUBLISHED and self._is_pressed(used_bytes):
-            self._is_frozen = True
-            return self._budget_bytes // 2
-        change = next_budget(
-            config.memory,
-            serving_used_bytes=0.0 if config.memory_rule is MemoryRule.PUBLISHED else used_bytes,
-            cap_bytes=self.ledger.budget().kv_cap_bytes,
-            current_bytes=self._budget_bytes,
-            since_growth_s=now_s - self._grown_s,
-        )
-        if self._is_frozen:
-            return self._budget_bytes
-        if change.has_grown:
-            self._grown_s = now_s
-        return change.budget_bytes
-
-    def _is_pressed(self, used_bytes: int) -> bool:
-        """Whether serving has used up its head-room."""
-        return self._budget_bytes > 0 and used_bytes + self._budget_bytes > self._config.memory.pool_bytes
+    def _look_again_s(self, now_s: float) -> float:
+        """Return until when a run of steps may go on unseen: a lease runs out, memory that the guest's requests wait for grows."""
+        batch = self._guest.batch
+        if not len(batch):
+            return NEVER_S
+        growth_s = self._memory.next_growth_s(now_s) if batch.waiting else NEVER_S
+        return min(self.ledger.budget().expires_s, growth_s)
 
     def _has_lease(self, budget: Budget, now_s: float) -> bool:
         self._highest_token = max(self._highest_token, budget.fencing_token)
@@ -272,7 +227,7 @@ class CoservingRule:
         if guest_s == NEVER_S:
             return self._without_guest(owner_s, now_s)
         if owner_s <= now_s and not self._owner_waits(guest_s, now_s):
-            if self._mode is Mode.UNGATED and guest_s < owner_s:
+            if self.ledger.mode is Mode.UNGATED and guest_s < owner_s:
                 return self._guest_turn(now_s)
             return Turn(owner, 1, owner.chunk_tokens)
         if guest_s <= now_s and self._may_start(now_s):
@@ -282,36 +237,35 @@ class CoservingRule:
         return Idle(min(owner_s, guest_s) if guest_s > now_s else min(owner_s, now_s + self._retry_s))
 
     @property
-    def _mode(self) -> Mode:
-        return self.ledger.mode if self._config.has_lease else self._config.mode
-
-    @property
     def _retry_s(self) -> float:
         return max(self._config.memory.growth_interval_s, 0.01)
 
     def _without_guest(self, owner_s: float, now_s: float) -> Turn | Idle:
         if owner_s <= now_s:
-            return Turn(self._owner, math.inf, self._owner.chunk_tokens)
-        is_short_of_memory = len(self._guest.batch) > 0 and not self._guest.is_paused
-        return Idle(min(owner_s, now_s + self._retry_s if is_short_of_memory else NEVER_S))
+            return Turn(self._owner, math.inf, self._owner.chunk_tokens, self._look_again_s(now_s))
+        if not len(self._guest.batch):
+            return Idle(owner_s)
+        # a paused guest waits for no memory, but leaves when its lease ends
+        again_s = self.ledger.budget().expires_s if self._guest.is_paused else now_s + self._retry_s
+        return Idle(min(owner_s, again_s))
 
     def _owner_waits(self, guest_s: float, now_s: float) -> bool:
         """Whether serving leaves the device to the guest (always asked of the live policy)."""
-        if self._mode not in YIELDING_MODES:
+        if self.ledger.mode not in YIELDING_MODES:
             return False
         at_s = max(guest_s, now_s)
         return should_yield(
-            self._config.admission, self._mode, self._state_at(), math.inf, self._guest_upper_s(now_s), at_s
+            self._config.admission, self.ledger.mode, self._state_at(), math.inf, self._guest_upper_s(), at_s
         )
 
     def _may_start(self, now_s: float) -> bool:
-        state = None if self._mode is Mode.UNGATED else self._state_at()
-        verdict = decide(self._config.admission, self._mode, state, self._guest_upper_s(now_s), now_s)
+        state = None if self.ledger.mode is Mode.UNGATED else self._state_at()
+        verdict = decide(self._config.admission, self.ledger.mode, state, self._guest_upper_s(), now_s)
         return isinstance(verdict, Start)
 
     def _guest_chunk(self) -> int:
         config, batch = self._config.chunk, self._guest.batch
-        if self._mode is Mode.UNGATED:
+        if self.ledger.mode is Mode.UNGATED:
             config = attrs.evolve(config, max_step_s=math.inf)
         decodes = StepWork(num_decodes=batch.num_decodes, context_tokens=batch.decode_context_tokens)
         return fit_chunk(config, decodes, self._predict_s)
@@ -321,7 +275,8 @@ class CoservingRule:
             work.num_prefill_tokens, work.num_decodes, work.context_tokens, work.prefill_positions
         )
 
-    def _guest_upper_s(self, now_s: float) -> float:  # noqa: ARG002 - a guess of the next step, whenever it starts
+    def _guest_upper_s(self) -> float:
+        """Return how long the guest's next step takes at most, as its governor would say."""
         batch = self._guest.batch
         if batch.has_prefill:
             chunk = self._guest_chunk()
@@ -335,9 +290,9 @@ class CoservingRule:
         if guest.batch.has_prefill:
             return Turn(guest, 1, self._guest_chunk())
         if not self._owner.wants:
-            return Turn(guest, math.inf, 1)
-        has_company = self._mode in YIELDING_MODES and not self._owner.batch.num_prompts
-        return Turn(guest, self._num_steps(now_s) if has_company else 1, 1)
+            return Turn(guest, math.inf, 1, self._look_again_s(now_s))
+        has_company = self.ledger.mode in YIELDING_MODES and not self._owner.batch.num_prompts
+        return Turn(guest, self._num_steps(now_s) if has_company else 1, 1, self._look_again_s(now_s))
 
     def _num_steps(self, now_s: float) -> int:
         """Return how many steps in a row the live policy would let start while serving stands still."""
@@ -348,7 +303,7 @@ class CoservingRule:
         def may_start(i: int) -> bool:
             start_s = now_s + i * (base_s + gap_s) + growth_s * i * (i - 1) / 2
             step_s = self._guest_predictor.upper_s(base_s + growth_s * i)
-            verdict = decide(self._config.admission, self._mode, self._state_at(), step_s, start_s)
+            verdict = decide(self._config.admission, self.ledger.mode, self._state_at(), step_s, start_s)
             return isinstance(verdict, Start)
 
         most = batch.steps_to_change()
@@ -362,6 +317,31 @@ class CoservingRule:
             middle = (low + high) // 2
             low, high = (middle, high) if may_start(middle) else (low, middle)
         return low + 1
+
+
+def share_device(
+    loop: asyncio.AbstractEventLoop,
+    owner: Lane,
+    guest: Lane,
+    config: CoservingConfig,
+    *,
+    evict: Callable[[Sequence[Job]], None],
+) -> tuple[Device, CoservingRule]:
+    """Return a device on which ``guest`` co-serves with ``owner``; what the lender writes is heard at once."""
+    rule = CoservingRule(owner, guest, config, evict=evict)
+    device = Device(loop, rule)
+    rule.ledger.on_change = device.poke
+    return device, rule
+
+
+def shared_poker(device: Device, rule: CoservingRule) -> Callable[[bool], None]:
+    """Return what a feed calls when the requests of a serving engine changed that shares its device."""
+
+    def on_change(has_started: bool) -> None:  # noqa: FBT001 - as the feed calls it
+        rule.note_serving_changed(has_started=has_started)
+        device.poke()
+
+    return on_change
 
 
 class SwitchRule:

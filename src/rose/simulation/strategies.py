@@ -14,9 +14,9 @@ import attrs
 
 from rose.errors import ConfigError
 from rose.policies.admission import Mode
+from rose.simulation.guest_memory import MemoryRule
 from rose.simulation.scenario import Algorithm
 from rose.simulation.shared_supply import CoservingSupply, PartitionSupply, SwitchSupply, WholeSupply
-from rose.simulation.sharing import MemoryRule
 from rose.simulation.supply import NoSupply, RentedSupply, Supply
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator
 from random import Random
@@ -26,9 +27,11 @@ class Supply(ABC):
     Attributes:
         slot_share: How many trajectories one of its engines is given, as a share of what one of the job's own takes. An operator
             who knows that an engine has half a GPU gives it half as many.
+        is_remote: Its engines are in another cluster, so that every version of the weights crosses the thin link.
     """
 
     slot_share: float = 1.0
+    is_remote: bool = True
 
     def build(self, world: World) -> None:
         """Make what is there before the job begins."""
@@ -40,6 +43,8 @@ class Supply(ABC):
 
 class NoSupply(Supply):
     """The job has its own engines and no more."""
+
+    is_remote = False
 
     @contextlib.asynccontextmanager
     async def lend(self, world: World, pool: RolloutPool) -> AsyncIterator[None]:  # noqa: ARG002
@@ -83,7 +88,7 @@ class RentedSupply(Supply):
         rng = Random(f"{world.seed}/{self.name}/{slot}/{len(world.windows)}")
         if self.mean_up_s is not None and self.mean_down_s and rng.random() > self.availability:
             await asyncio.sleep(rng.expovariate(1 / self.mean_down_s))
-        for life in range(1_000_000):
+        for life in itertools.count():
             life_s = min(
                 rng.expovariate(1 / self.mean_up_s) if self.mean_up_s is not None else float("inf"),
                 self.limit_s if self.limit_s is not None else float("inf"),

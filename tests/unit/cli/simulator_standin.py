@@ -52,7 +52,8 @@ def outcome(scenario: Scenario, strategy: str, seed: int) -> Outcome:
         strategy=strategy, seed=seed, steps=(step,), step_s=step.step_s, rollout_s=rollout_s, floor_s=200.0,
         completion=((0.0, 0.0), (rollout_s, 1.0)), num_turns=1000, num_tokens=500_000, num_trajectories=256, num_hops=0,
         num_evicted=0, num_stalled=0, num_lost=0, reprefill_tokens=0, borrowed_tokens=1000 * borrowed,
-        borrowed_gpu_s=0.0, overhead_fraction=0.0, cost_dollars=4.5, num_events=1,
+        borrowed_gpu_s=0.0, overhead_fraction=0.0, cost_dollars=4.5, num_events=1, made_tokens=500_000,
+        alone_ttft_p50_ms=30.0, alone_ttft_p99_ms=120.0, alone_tpot_p50_ms=9.0, alone_tpot_p99_ms=14.0,
         serving=serving(seed, 1.4 if strategy == "spot" else 1.1) if borrowed else None,
     )  # fmt: skip
 

@@ -42,7 +42,8 @@ def outcome(scenario: Scenario, strategy: str, seed: int) -> Outcome:
         strategy=strategy, seed=seed, steps=(step, step), step_s=step.step_s, rollout_s=rollout_s, floor_s=150.0,
         completion=((0.0, 0.0), (rollout_s / 3, 0.75), (rollout_s, 1.0)), num_turns=1000 + seed, num_tokens=500_000,
         num_trajectories=256, num_hops=3, num_evicted=1, num_stalled=1, num_lost=1, reprefill_tokens=7,
-        borrowed_tokens=1000 * borrowed, borrowed_gpu_s=60.0 * borrowed, overhead_fraction=0.0, cost_dollars=4.5,
+        borrowed_tokens=1000 * borrowed, borrowed_gpu_s=60.0 * borrowed, overhead_fraction=0.0, cost_dollars=4.5, made_tokens=500_000,
+        alone_ttft_p50_ms=30.0, alone_ttft_p99_ms=120.0, alone_tpot_p50_ms=9.0, alone_tpot_p99_ms=14.0,
         serving=serving_outcome(borrowed, seed, 1.1) if borrowed else None, num_events=12345,
     )  # fmt: skip
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rose.simulation.batch import Batch, Job
@@ -166,3 +166,93 @@ def test_a_run_of_steps_is_the_same_as_single_steps(shapes: list[tuple[int, int]
     runs, singles = play(in_runs=True), play(in_runs=False)
     assert runs == singles
     assert sorted(name for _, name in runs) == sorted(f"j{i}" for i in range(len(shapes)))
+
+
+class Ledger:
+    """Every job that was ever added, and a batch's counts beside a plain recount of them."""
+
+    def __init__(self, batch: Batch) -> None:
+        self.batch = batch
+        self.jobs: list[Job] = []
+        self.num_ended = 0
+        self.dropped: list[Job] = []
+
+    def add(self, prompt: int, output: int, slack: int) -> None:
+        name = f"j{len(self.jobs)}"
+        keys = (("g", min(prompt, 5)), (f"t{len(self.jobs) % 3}", 1 << 40))
+        self.jobs.append(job(name, prompt, output, most=output + slack, prefix_keys=keys))
+        self.batch.add(self.jobs[-1])
+
+    def drop(self, place: int) -> None:
+        here = [each for each in self.jobs if not each.is_gone]
+        if here:
+            gone = here[place % len(here)]
+            self.batch.drop(gone)
+            self.dropped.append(gone)
+
+    def cut(self, kv_tokens: int) -> None:
+        for victim in self.batch.cut(kv_tokens):
+            self.batch.drop(victim)
+            self.dropped.append(victim)
+        assert self.batch.kv_tokens_used <= kv_tokens
+
+    def step(self, chunk: int, num_steps: int) -> None:
+        batch = self.batch
+        batch.relieve()
+        batch.admit()
+        plan = batch.plan_step(chunk) if batch.has_prefill else None
+        if plan is not None and plan.num_tokens:
+            self.num_ended += len(batch.finish_step(plan)[1])
+        elif batch.num_decodes:
+            self.num_ended += len(batch.advance(min(num_steps, batch.steps_to_change())))
+
+    def check(self) -> None:
+        batch = self.batch
+        here = [each for each in self.jobs if not each.is_gone]
+        decoding, waiting = batch.decoding(), list(batch.waiting)
+        prefilling = [each for each in batch.everybody() if each not in decoding and each not in waiting]
+        assert sorted(each.job_id for each in batch.everybody()) == sorted(each.job_id for each in here)
+        assert len(self.jobs) == len(here) + len(self.dropped) + self.num_ended
+        assert batch.num_decodes == len(decoding)
+        held = [each.computed_tokens + batch.num_steps - each.joined_step for each in decoding]
+        assert batch.decode_context_tokens == sum(held)
+        assert batch.kv_tokens_used == sum(held) + sum(each.computed_tokens for each in prefilling)
+        assert batch._reserved_tokens == sum(each.reserved_tokens for each in (*decoding, *prefilling))
+        assert all(each.computed_tokens == 0 for each in waiting)
+        assert all(batch.made_tokens(each) < each.output_tokens for each in here)
+        is_lone = batch.num_running <= 1
+        assert is_lone or batch.kv_tokens_used + batch.cache.num_tokens <= batch.kv_tokens
+
+
+OPERATIONS = st.one_of(
+    st.tuples(st.just("add"), st.integers(1, 60), st.integers(1, 30), st.integers(0, 20)),
+    st.tuples(st.just("drop"), st.integers(0, 50)),
+    st.tuples(st.just("cut"), st.integers(0, 200)),
+    st.tuples(st.just("preempt_all")),
+    st.tuples(st.just("step"), st.integers(1, 40), st.integers(1, 50)),
+)
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    st.lists(OPERATIONS, max_size=60),
+    st.fixed_dictionaries({"reserves_growth": st.booleans(), "has_cache": st.booleans()}),
+)
+def test_counts_never_drift_and_no_job_is_lost(operations: list[tuple[object, ...]], options: dict[str, bool]) -> None:
+    batch = Batch(max_seqs=4, kv_tokens=150, **options)
+    ledger = Ledger(batch)
+    for name, *numbers in operations:
+        if name == "preempt_all":
+            batch.preempt_all()
+        else:
+            getattr(ledger, str(name))(*numbers)
+        ledger.check()
+    ledger.cut(1000)
+    for _ in range(3000):
+        if not len(batch):
+            break
+        ledger.step(40, 50)
+        ledger.check()
+    assert len(batch) == 0
+    assert (batch.kv_tokens_used, batch._reserved_tokens, batch._prefill_tokens) == (0, 0, 0)
+    assert all(each.made_tokens == each.output_tokens for each in ledger.jobs if each not in ledger.dropped)

@@ -16,7 +16,18 @@ from rose.simulation.device import Device, Lane
 from rose.simulation.engine import HEADER_IDS, TOKEN, EngineConfig, ModelledEngine, PromptHeader
 from rose.simulation.loop import LoopClock, VirtualLoop
 from rose.simulation.sharing import AloneRule
-from rose.types import EngineId, EngineRequest, FinishReason, RequestId, Sampling, TokenChunk, Turn
+from rose.testing import fake_update
+from rose.types import (
+    EngineId,
+    EngineRequest,
+    FinishReason,
+    RequestId,
+    Sampling,
+    TokenChunk,
+    Turn,
+    WeightUpdate,
+    WeightVersion,
+)
 
 SCALE = 10
 
@@ -172,5 +183,59 @@ def test_a_sleeping_model_answers_when_it_is_awake() -> None:
         assert asyncio.get_running_loop().time() == 3.0
         await engine.snapshot()
         assert asyncio.get_running_loop().time() == 3.0
+
+    run(main)
+
+
+class SlowRelay:
+    """Updates arrive at once and take a second to write."""
+
+    async def fetch(self, update: WeightUpdate, *, is_local: bool) -> int:
+        return 0
+
+    def activation_s(self, update: WeightUpdate) -> float:
+        return 1.0
+
+
+def test_tokens_carry_the_version_that_made_them() -> None:
+    async def main() -> None:
+        engine = make_engine(flush_s=5.0)
+        engine._version, update = WeightVersion("run", 1), fake_update(WeightVersion("run", 2))
+        task = asyncio.ensure_future(collect(engine, request("a", 10, 40)))
+        await asyncio.sleep(0.110 + 1.495)
+        await engine.stage(update)
+        await engine.activate()
+        chunks = [chunk for _, chunk in await task]
+        assert [(chunk.version.n, len(chunk.token_ids)) for chunk in chunks if chunk.version] == [(1, 16), (2, 14)]
+        assert [chunk.finish_reason for chunk in chunks] == [None, FinishReason.STOP]
+
+    run(main)
+
+
+def test_an_activation_that_is_given_up_leaves_the_engine_at_its_version_and_at_work() -> None:
+    async def main() -> None:
+        engine = make_engine()
+        engine._version, engine._relay = WeightVersion("run", 1), SlowRelay()
+        await engine.stage(fake_update(WeightVersion("run", 2)))
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.5):
+                await engine.activate()
+        snapshot = await engine.snapshot()
+        assert (snapshot.is_paused, snapshot.weight_version) == (False, WeightVersion("run", 1))
+        assert (await collect(engine, request("a", 10, 12)))[-1][1].finish_reason is FinishReason.STOP
+
+    run(main)
+
+
+def test_what_a_lost_engine_had_made_is_counted() -> None:
+    async def main() -> None:
+        engine = make_engine(flush_s=50.0)
+        task = asyncio.ensure_future(collect(engine, request("a", 10, 1000)))
+        await asyncio.sleep(0.115 + 0.40)
+        engine.die("the power went")
+        with pytest.raises(EngineLostError):
+            await task
+        assert engine.num_tokens == 50  # 41 steps, counted in ids of ten
+        assert engine.lane.busy_s == pytest.approx(0.110 + 40 * 0.010 + 0.005, abs=0.0051)
 
     run(main)

@@ -203,3 +203,26 @@ def test_the_clock_is_the_loops() -> None:
         return times
 
     assert loop.run(main()) == [0, 2.5, 2.5]
+
+
+def test_timers_that_do_not_move_time_count_as_standing_still() -> None:
+    loop = VirtualLoop(max_callbacks_at_once=1000)
+
+    def again() -> None:
+        loop.call_later(0.0, again)
+
+    async def spins() -> None:
+        again()
+        await asyncio.Event().wait()
+
+    with pytest.raises(SimulationError, match=r"time stands still at 0\.0 s"):
+        loop.run(spins())
+
+
+def test_a_loop_runs_once() -> None:
+    loop = VirtualLoop()
+    loop.run(asyncio.sleep(1))
+    again = asyncio.sleep(1)
+    with pytest.raises(RuntimeError, match="runs once"):
+        loop.run(again)
+    again.close()

@@ -73,6 +73,15 @@ def test_each_problem_has_a_line_and_is_told_once():
 
 def test_what_scenarios_share_is_checked_once(monkeypatch):
     seen = []
-    monkeypatch.setattr(preflight, "serving_profile", seen.append)
+    real = preflight.serving_profile
+    monkeypatch.setattr(preflight, "serving_profile", lambda serving: seen.append(serving) or real(serving))
     check_scenarios([evolve(SCENARIO, "cluster.borrowed_gpus", num_gpus) for num_gpus in (0, 8, 16)])
     assert seen == [SCENARIO.serving]
+
+
+def test_an_slo_without_room_for_a_prefill_chunk_is_refused_by_its_keys():
+    with pytest.raises(
+        ConfigError, match=r"serving\.tpot_slo_s = 0\.02 leaves no room .* serving\.chunk_tokens = 2048"
+    ):
+        check_scenarios([evolve(SCENARIO, "serving.tpot_slo_s", 0.02)])
+    check_scenarios([evolve(evolve(SCENARIO, "serving.tpot_slo_s", 0.04), "serving.chunk_tokens", 512)])

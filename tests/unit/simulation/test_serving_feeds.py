@@ -103,3 +103,51 @@ def test_engines_that_are_paired_share_one_load() -> None:
         assert [len(feed.arrivals) for feed in feeds] == [4, 0, 2]
 
     run(main())
+
+
+def test_requests_that_are_redirected_among_pairs_are_answered_once_in_full() -> None:
+    async def main() -> None:
+        pair = make_feed(), make_feed(arrivals=(), name="d")
+        hand_over(*pair, lambda _: 0.001)
+        away = make_feed(arrivals=(Arrival(0.5, 100, 30),), name="a"), make_feed(arrivals=(), name="ad")
+        hand_over(*away, lambda _: 0.001)
+        away[0].redirect, away[1].redirect = pair  # one to the prefill engine, one to the decode engine
+        lone = make_feed(arrivals=(Arrival(2.0, 100, 30),), name="l")
+        lone.redirect = pair[0]  # does both itself, goes to one that does not
+        for feed in (*pair, *away, lone):
+            feed.start()
+        await asyncio.sleep(5)
+        assert [len(feed.answers) for feed in (*pair, *away, lone)] == [1, 3, 0, 0, 0]  # the one token of ARRIVALS
+        assert all(answer.tpot_s is not None and answer.tpot_s > 0.009 for answer in pair[1].answers)
+
+    run(main())
+
+
+def test_what_was_handed_over_is_finished_by_whoever_stands_in_for_the_decode_engine() -> None:
+    async def main() -> None:
+        prefill, decode, other, last = feeds = [
+            make_feed(arrivals=arrivals, name=name)
+            for name, arrivals in (("p", ARRIVALS), ("d", ()), ("o", ()), ("l", ()))
+        ]
+        hand_over(prefill, decode, lambda _: 0.001)
+        hand_over(other, last, lambda _: 0.001)
+        decode.redirect = other  # which prefills, and hands over what it began, but not what it was given to finish
+        for feed in feeds:
+            feed.start()
+        await asyncio.sleep(5)
+        assert [len(feed.answers) for feed in feeds] == [1, 0, 1, 0]
+
+    run(main())
+
+
+def test_an_open_request_is_judged_by_the_first_token_that_its_user_saw() -> None:
+    async def main() -> None:
+        feed = make_feed(arrivals=(Arrival(0.0, 100, 5000),))
+        feed.api_overhead_s = 0.6
+        feed.start()
+        await asyncio.sleep(2.0)
+        (answer,) = feed.unanswered(2.0)
+        assert answer.ttft_s == pytest.approx(0.620)
+        assert outcome(feed, (0.0, 2.0), 2.0).violations_fraction == 1.0
+
+    run(main())

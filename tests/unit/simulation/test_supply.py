@@ -7,11 +7,18 @@ import asyncio
 import attrs
 import pytest
 
-from rose.pool import PoolConfig, RolloutPool
+from rose.pool import EngineState, PoolConfig, RolloutPool
 from rose.simulation.loop import VirtualLoop
 from rose.simulation.micro_profile import serving_p99_s
 from rose.simulation.presets import PRESETS
-from rose.simulation.shared_supply import CoservingSupply, PartitionSupply, WholeSupply, profiled_share, wake_s
+from rose.simulation.shared_supply import (
+    CoservingSupply,
+    PartitionSupply,
+    SwitchSupply,
+    WholeSupply,
+    profiled_share,
+    wake_s,
+)
 from rose.simulation.supply import RentedSupply, Supply
 from rose.simulation.world import World
 from rose.types import EngineKind
@@ -96,3 +103,71 @@ def test_a_partition_has_its_engines_for_the_whole_phase() -> None:
     _, counts = watch(PartitionSupply(), 10)
     assert counts[0] in (0, 3)
     assert counts[-1] == 3
+
+
+class GaveUpError(Exception):
+    """Ends a phase."""
+
+
+def break_off(supply: Supply, at_s: float) -> World:
+    """End a phase by an error, begin another one, end that; nothing of either may stay behind."""
+    loop = VirtualLoop()
+
+    async def main() -> World:
+        world = World(scenario(), 0, loop)
+        supply.build(world)
+        world.dedicated = [world.whole_engine("own")]
+        world.start_serving()
+        async with RolloutPool(world.dedicated, config=PoolConfig(), clock=world.clock) as pool:
+            for _ in range(2):
+                try:
+                    async with supply.lend(world, pool):
+                        await asyncio.sleep(at_s)
+                        raise GaveUpError  # noqa: TRY301 - as a job that fails
+                except* GaveUpError:
+                    pass
+                left = [view for view in pool.snapshot().engines if view.kind is EngineKind.BORROWED]
+                assert all(view.state is EngineState.LOST for view in left)
+                assert all(held.until_s is not None for held in world.held)
+                world.close_window(0.0)
+            await asyncio.sleep(60)
+            assert all(feed.redirect is None for feed in world.feeds)
+        return world
+
+    return loop.run(main())
+
+
+SUPPLIES = {
+    "spot": lambda: RentedSupply(name="spot", boot_s=5.0, mean_up_s=30.0, mean_down_s=5.0, warning_s=3.0),
+    "function": lambda: RentedSupply(name="function", boot_s=5.0, limit_s=20.0),
+    "leases": CoservingSupply,
+    "static": PartitionSupply,
+    "switch": SwitchSupply,
+    "whole": WholeSupply,
+}
+
+
+@pytest.mark.parametrize("name", SUPPLIES)
+@pytest.mark.parametrize("at_s", [0.0, 0.1, 1.5, 5.0, 20.0, 22.0, 70.0])
+def test_no_engine_stays_when_a_phase_is_broken_off(name: str, at_s: float) -> None:
+    break_off(SUPPLIES[name](), at_s)
+
+
+def test_serving_that_takes_its_gpus_back_waits_for_its_model() -> None:
+    loop = VirtualLoop()
+    supply = WholeSupply(boot_s=20.0)
+
+    async def main() -> None:
+        world = World(scenario(), 0, loop)
+        supply.build(world)
+        world.dedicated = [world.whole_engine("own")]
+        world.start_serving()
+        async with RolloutPool(world.dedicated, config=PoolConfig(), clock=world.clock) as pool:
+            async with supply.lend(world, pool):
+                await asyncio.sleep(50)
+                assert [feed.redirect for feed in world.feeds] == [None, world.feeds[0], world.feeds[0]]
+            for wait_s, is_back in ((0.0, False), (19.0, False), (2.0, True)):
+                await asyncio.sleep(wait_s)
+                assert [feed.redirect is None for feed in world.feeds] == [True, is_back, is_back]
+
+    loop.run(main())
