@@ -101,6 +101,9 @@ def study_table(result: Mapping[str, Any]) -> RenderableType:
         result: As ``rose.simulation.results.build_result`` gives it.
     """
     parts: list[RenderableType] = [Text(_headline(result)), Text(""), _strategies(result), Text(_bounds(result))]
+    beside = _beside_serving(result)
+    if beside is not None:
+        parts += [Text("\nwhat serving's users saw, alone -> beside rollouts, over the same phases (ms)"), beside]
     sweep = result.get("sweep")
     if sweep is not None:
         for figure, title, show in (
@@ -154,6 +157,23 @@ def _row(name: str, table: Mapping[str, Any], serving: Mapping[str, Any]) -> lis
         _share(table.get("borrowed_fraction")),
         _number(table.get("cost_dollars")),
     ]
+
+
+_LATENCIES = (("TTFT P50", "ttft_p50_ms"), ("P99", "ttft_p99_ms"), ("TPOT P50", "tpot_p50_ms"), ("P99", "tpot_p99_ms"))
+
+
+def _beside_serving(result: Mapping[str, Any]) -> Table | None:
+    """Return serving's latency without and with each strategy, ``None`` where no strategy runs beside it."""
+    rows = [
+        [name, *(_step(table, figure) for _, figure in _LATENCIES)]
+        for name in result["strategies"]
+        if (table := result.get(name)) and table.get("alone_ttft_p99_ms") is not None
+    ]
+    return plain_table(["", *(head for head, _ in _LATENCIES)], rows) if rows else None
+
+
+def _step(table: Mapping[str, Any], figure: str) -> str:
+    return f"{_number(table[f'alone_{figure}'])} -> {_number(table[figure])}"
 
 
 def _bounds(result: Mapping[str, Any]) -> str:

@@ -147,3 +147,16 @@ def test_a_line_that_stays():
     console = Console(file=io.StringIO(), width=20)
     StudyView(console).log("a line that is longer than the console")
     assert console.file.getvalue() == "a line that is longer than the console\n"
+
+
+def test_what_users_saw_is_shown_next_to_serving_alone_in_the_same_phases(result):
+    text = shown(result)
+    default = row(text, "default", after="P50")
+    assert default[:2] + default[4:6] + default[7:8] + default[10:11] == ["default", "30.0", "120", "->", "9.0", "14.0"]
+    assert [default[place] for place in (3, 6, 9, 12)] == [
+        f"{value:.1f}" if value < 100 else f"{value:.0f}"
+        for value in (result["default"][f"{name}_ms"] for name in ("ttft_p50", "ttft_p99", "tpot_p50", "tpot_p99"))
+    ]
+    for name in result["strategies"]:
+        result[name]["alone_ttft_p99_ms"] = None
+    assert "alone ->" not in shown(result)
