@@ -196,17 +196,40 @@ def strategy_row(result: Result, name: str) -> Row:
 def dapo_part(name: str, result: Result) -> Iterator[str]:
     """Yield what DAPO's gain is over either fixed baseline."""
     yield f"## {name}: over which baseline\n"
-    fixed, uncapped = result["fixed"]["step_s"], result["fixed-uncapped"]["step_s"]
     rows = [
-        (
-            f"`{strategy}`",
-            number(fixed / result[strategy]["step_s"], 2),
-            number(uncapped / result[strategy]["step_s"], 2),
-        )
+        (f"`{strategy}`", *(number(over(result, base, strategy), 2) for base in ("fixed", "fixed-uncapped")))
         for strategy in DYNAMIC
         if strategy in result
     ]
     yield table(("strategy", "over `fixed` (capped)", "over `fixed-uncapped`"), rows)
+
+
+def sweep_part(path: Path) -> str:
+    """Return a sweep's table, from a ``result.json`` of ``rose simulate --sweep``: gain and P99 TPOT by value."""
+    result = json.loads(path.read_text(encoding="utf-8"))
+    sweep, names = result["sweep"], [name for name in result["strategies"] if name != "fixed"]
+    heads = (f"{sweep['axis']}", *(f"`{name}`: gain / P99 TPOT ms" for name in names), "alone: P99 TPOT ms")
+    rows = [
+        (
+            str(point["value"]),
+            *(
+                f"{number(point[name]['end_to_end_gain'], 2)} / {number(point[name]['tpot_p99_ms'], 0)}"
+                for name in names
+            ),
+            number(point["serving_alone"]["tpot_p99_ms"], 1),
+        )
+        for point in sweep["points"]
+    ]
+    seeds = len(result["seeds"])
+    return (
+        f"## {result['scenario']['name']} by {sweep['axis']} ({seeds} seed{'s' * (seeds > 1)})\n\n{table(heads, rows)}"
+    )
+
+
+def over(result: Result, base: str, strategy: str) -> float | None:
+    """Return how many times as long a step of ``base`` takes; ``None`` where one was not measured."""
+    base_s, step_s = (result.get(name, {}).get("step_s") for name in (base, strategy))
+    return base_s / step_s if base_s and step_s else None
 
 
 def commit() -> str:
@@ -227,24 +250,30 @@ def main() -> None:
     parser.add_argument("--cases", type=Path, default=Path("build/reproduce"))
     parser.add_argument("--out", type=Path, default=None)
     parser.add_argument("--docs", type=Path, default=None)
+    parser.add_argument(
+        "--commit", default="", help="what the results that --out has already were run on, with --seeds 0"
+    )
+    parser.add_argument("--sweeps", nargs="*", type=Path, default=(), help="result.json of sweeps, for the tables")
     arguments = parser.parse_args()
     results: dict[str, Result] = {}
     if arguments.out is not None and arguments.out.exists():
         results = json.loads(arguments.out.read_text(encoding="utf-8"))["results"]
-    results |= run_all(arguments.seeds, arguments.jobs, arguments.cases, arguments.only, arguments.without)
+    if arguments.seeds:
+        results |= run_all(arguments.seeds, arguments.jobs, arguments.cases, arguments.only, arguments.without)
     results = {name: results[name] for name in studies() if name in results}
     report = {
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "commit": commit(),
+        "commit": arguments.commit or commit(),
         "machine": {"system": platform.platform(), "cores": os.cpu_count()},
         "versions": {"python": platform.python_version(), "numpy": version("numpy")},
         "results": results,
     }
     if arguments.out is not None:
         arguments.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    text = "\n".join([tables(results), *map(sweep_part, arguments.sweeps)])
     if arguments.docs is not None:
-        arguments.docs.write_text(tables(results), encoding="utf-8")
-    print(tables(results))
+        arguments.docs.write_text(text, encoding="utf-8")
+    print(text)
 
 
 if __name__ == "__main__":

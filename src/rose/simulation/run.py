@@ -24,6 +24,7 @@ from rose.types import HopEnd
 
 ALONE_S = 600.0
 _UNCAPPED = 1_000_000
+_STALL_S, _PATIENT_S = 2.0, 1e5  # a baseline that sends everything at once waits for what its engines preempt
 _READING_S = 2.0
 _LOOPS = {Algorithm.GRPO: run_grpo, Algorithm.DAPO: run_dapo, Algorithm.ASYNC: run_async}
 
@@ -137,6 +138,7 @@ def _pool_config(scenario: Scenario, strategy: Strategy) -> PoolConfig:
     routing = RoutingConfig(cap_per_engine=cap if strategy.is_capped else _UNCAPPED)
     return PoolConfig(
         routing=routing,
+        stall_s=_STALL_S if strategy.is_capped else _PATIENT_S,
         reading_interval_s=_READING_S,
         reading_timeout_s=30.0,
         max_trajectories=max(100_000, 10 * scenario.rollout.num_trajectories),
