@@ -69,7 +69,12 @@ def run_all(seeds: int, jobs: int | None, cases: Path, only: str, without: Seque
         result = build_result(done, STRATEGIES, PUBLISHED.get(name))
         for failure in done.failures:
             print(failure, file=sys.stderr)
-        results[name] = {**thin(result), "wall_s": round(time.perf_counter() - started_s, 1)}
+        results[name] = {
+            "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+            "commit": commit(),
+            **thin(result),
+            "wall_s": round(time.perf_counter() - started_s, 1),
+        }
     return results
 
 
@@ -262,8 +267,6 @@ def main() -> None:
         results |= run_all(arguments.seeds, arguments.jobs, arguments.cases, arguments.only, arguments.without)
     results = {name: results[name] for name in studies() if name in results}
     report = {
-        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "commit": arguments.commit or commit(),
         "machine": {"system": platform.platform(), "cores": os.cpu_count()},
         "versions": {"python": platform.python_version(), "numpy": version("numpy")},
         "results": results,
