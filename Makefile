@@ -78,7 +78,7 @@ bench: env
 
 # The tables of docs/reproducing.md; about half an hour on two cores, and it goes on where it was interrupted.
 reproduce: env
-	$(BIN)/python benchmarks/reproduce.py --out benchmarks/results/reproduce.json --docs docs/reproducing-figures.md
+	$(BIN)/python benchmarks/reproduce.py --out benchmarks/results/reproduce.json --docs docs/reproducing-figures.inc
 
 clean:
 	rm -rf $(VENV) $(LIGHT) docs/_build build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -1,6 +1,6 @@
 """The paper's set-ups, simulated: every preset, its baselines, both readings of its tail; figures and the tables of the docs.
 
-    .venv/bin/python benchmarks/reproduce.py --seeds 10 --out benchmarks/results/reproduce.json --docs docs/reproducing-figures.md
+    .venv/bin/python benchmarks/reproduce.py --seeds 10 --out benchmarks/results/reproduce.json --docs docs/reproducing-figures.inc
 
 Finished cases are kept in ``--cases``, so the same command goes on where it was interrupted. ``--only`` and ``--without`` run a part;
 its results join those that ``--out`` has already.
