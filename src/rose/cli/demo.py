@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import json
-import signal
 import socket
 import tempfile
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ import attrs
 from rich.console import Console
 
 from rose import config as rose_config
+from rose.cli.signals import terminated_as_interrupted
 from rose.cli.tables import demo_table
 from rose.errors import BackendUnavailableError, ConfigError
 from rose.observe.live import LiveView
@@ -137,7 +136,7 @@ def run(arguments: argparse.Namespace) -> int:
     config = make_config(arguments)
     check_surroundings(config, _given(arguments))
     run_demo = _load_runner()
-    with LiveView(is_json=config.json) as view, _terminated_as_interrupted():
+    with LiveView(is_json=config.json) as view, terminated_as_interrupted():
         result = asyncio.run(run_demo(config, view=view))
     if config.json:
         print(json.dumps(result.summary, allow_nan=False), flush=True)  # noqa: T201 - this is the command line
@@ -148,21 +147,6 @@ def run(arguments: argparse.Namespace) -> int:
         f"\nresults in {Path(config.out).resolve()}: open report.html, or timeline.json at https://ui.perfetto.dev"
     )
     return 0
-
-
-@contextlib.contextmanager
-def _terminated_as_interrupted() -> Iterator[None]:
-    """Let SIGTERM end the run as Ctrl-C does, so that a run that is timed out removes its processes and shared files too.
-
-    Both work also where the shell started the command with SIGINT ignored, as it does for jobs in the background.
-    """
-    interrupt = signal.signal(signal.SIGINT, signal.default_int_handler)
-    terminate = signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, interrupt)
-        signal.signal(signal.SIGTERM, terminate)
 
 
 def make_config(arguments: argparse.Namespace) -> DemoConfig:
