@@ -73,7 +73,7 @@ examples:
 	cd examples/unit_test_a_loop && $(LIGHT_BIN)/pytest -q
 
 bench: env
-	$(BIN)/python benchmarks/codec.py --out benchmarks/results/codec-cpu.json
+	$(BIN)/rose bench transfer --out benchmarks/results
 	$(BIN)/python benchmarks/pool.py --out benchmarks/results/pool.json
 
 # The tables of docs/reproducing.md; about half an hour on two cores, and it goes on where it was interrupted.

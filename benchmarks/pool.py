@@ -13,7 +13,6 @@ import datetime
 import gc
 import json
 import platform
-import subprocess
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from importlib.metadata import version
@@ -23,9 +22,8 @@ from typing import Any
 from unittest.mock import patch
 
 import attrs
-from codec import machine
 
-import rose
+from rose.bench.machine import commit, machine
 from rose.interfaces.serving import PauseMode, ServingEngine
 from rose.policies.routing import (
     Assign,
@@ -347,17 +345,6 @@ def _seconds(work: Callable[[], object]) -> float:
         work()
         times.append(time.process_time() - start)
     return min(times)
-
-
-def commit() -> str:
-    """Return the commit that was measured, with ``-dirty`` where the library's source differs from it."""
-    source = Path(rose.__file__).parent
-    git = ["git", "-C", str(source)]
-    head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
-    changes = subprocess.run([*git, "status", "--porcelain", "."], capture_output=True, text=True, check=False)
-    if head.returncode:
-        return "unknown"
-    return head.stdout.strip() + ("-dirty" if changes.stdout.strip() else "")
 
 
 def growth(found: list[dict[str, Any]], least: int, most: int) -> float:

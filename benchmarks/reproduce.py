@@ -12,7 +12,6 @@ import argparse
 import json
 import os
 import platform
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,6 +20,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from rose.bench.machine import commit
 from rose.simulation.presets import PRESETS, PUBLISHED, with_tail
 from rose.simulation.results import build_result
 from rose.simulation.run import simulate, simulate_serving
@@ -235,14 +235,6 @@ def over(result: Result, base: str, strategy: str) -> float | None:
     """Return how many times as long a step of ``base`` takes; ``None`` where one was not measured."""
     base_s, step_s = (result.get(name, {}).get("step_s") for name in (base, strategy))
     return base_s / step_s if base_s and step_s else None
-
-
-def commit() -> str:
-    """Return the commit that was run, with ``-dirty`` where the tree differs from it."""
-    git = ["git", "-C", str(Path(__file__).parent)]
-    head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
-    changes = subprocess.run([*git, "status", "--porcelain", "../src"], capture_output=True, text=True, check=False)
-    return "unknown" if head.returncode else head.stdout.strip() + ("-dirty" if changes.stdout.strip() else "")
 
 
 def main() -> None:

@@ -71,7 +71,7 @@ def whole_batch_gradient_norm(trajectories) -> float:
     num_tokens = sum(sample.num_tokens for sample in samples)
     for sample in samples:
         surrogate = clipped_surrogate(
-            policy.token_logprobs(model, torch.tensor([sample.token_ids])),
+            policy.token_logprobs(lambda ids: model(input_ids=ids).logits, torch.tensor([sample.token_ids])),
             torch.tensor([sample.logprobs]),
             torch.tensor([sample.advantage]),
             torch.tensor([sample.mask], dtype=torch.float32),

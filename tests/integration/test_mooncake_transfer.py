@@ -11,6 +11,7 @@ import pytest
 from rose.backends.mooncake import MooncakeMaster, MooncakeTransport
 from rose.backends.mooncake.objects import load_library
 from rose.errors import BackendUnavailableError
+from rose.policies.retention import RetentionConfig
 from rose.registry import open_transport
 from rose.testing import FakeTrainer
 from rose.transfer.publisher import Publisher
@@ -38,7 +39,13 @@ def test_engines_follow_two_ranks_over_the_relay(relay: MooncakeTransport) -> No
     """Each engine opens the store from the update's address, as another process would."""
     trainers = FakeTrainer.group(2)
     publishers = [
-        Publisher(trainer, open_transport(relay.address()), run="run", anchor_every=2, keep=1, timeout_s=60.0)
+        Publisher(
+            trainer,
+            open_transport(relay.address()),
+            run="run",
+            retention=RetentionConfig(anchor_every=2, keep=1),
+            timeout_s=60.0,
+        )
         for trainer in trainers
     ]
     sink = ArraySink(trainers[0].tensors())

@@ -133,7 +133,7 @@ async def test_damaged_and_missing_blobs_are_refused(vllm_engine: Any, session_j
     session_job.publish(0.01)
     update = session_job.update_for(vllm_engine)
     manifest = read_manifest(session_job.transport, update.manifest_keys[-1])
-    key = next(cell.blob for cell in manifest.cells if cell.blob)
+    key = manifest.blobs[0].key
     whole = session_job.transport.get(key)
     for damage, error in ((whole[:-1] + bytes([whole[-1] ^ 1]), CorruptUpdateError), (None, BlobNotFoundError)):
         session_job.transport.delete([key])

@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from rose.backends.memory import MemoryTransport
 from rose.errors import RoseError
 from rose.interfaces.trainer import ShardSpec, TensorSpec
+from rose.policies.retention import RetentionConfig
 from rose.testing import FakeTrainer, FaultyTransport, TransportFault, TransportFaultKind
 from rose.transfer.layout import TargetLayout
 from rose.transfer.publisher import Publisher, PublishReport
@@ -59,7 +60,9 @@ class TransferMachine(RuleBasedStateMachine):
         self.trainers = FakeTrainer.group(2, SPECS)
         self.paths = [FaultyTransport(self.store) for _ in self.trainers]
         self.publishers = [
-            Publisher(trainer, path, run="r", targets=[TP2], anchor_every=4, keep=2, timeout_s=5.0)
+            Publisher(
+                trainer, path, run="r", targets=[TP2], retention=RetentionConfig(anchor_every=4, keep=2), timeout_s=5.0
+            )
             for trainer, path in zip(self.trainers, self.paths, strict=True)
         ]
         self.sinks = [BreakingSink(self.trainers[0].tensors(), boxes) for boxes in BOXES]
@@ -95,7 +98,6 @@ class TransferMachine(RuleBasedStateMachine):
     @rule(rank=st.integers(0, 1), call=st.integers(0, 3))
     def publish_with_a_failing_put(self, rank: int, call: int) -> None:
         self.paths[rank].faults = (TransportFault(kind=TransportFaultKind.FAIL, method="put", call_index=call),)
-        self.paths[rank]._num_calls = [0]
         before = current_version(self.store)
         outcomes = self._publish()
         self.paths[rank].faults = ()

@@ -10,7 +10,7 @@ import pytest
 import rose
 import rose.testing
 
-HEAVY = ("torch", "vllm", "ray", "sglang", "mooncake", "transformers", "matplotlib", "gymnasium", "pytest")
+HEAVY = ("torch", "vllm", "ray", "sglang", "mooncake", "transformers", "matplotlib", "gymnasium", "megatron", "pytest")
 LIGHT = (
     "rose",
     "rose.config",

@@ -19,7 +19,7 @@ from rose.cli.signals import terminated_as_interrupted
 from rose.cli.tables import demo_table
 from rose.errors import BackendUnavailableError, ConfigError
 from rose.observe.live import LiveView
-from rose.reference.demo_config import DemoConfig
+from rose.reference.demo_config import TRAINERS, DemoConfig
 
 _DESCRIPTION = """\
 Train a small policy on FrozenLake by GRPO twice, with the same seeds and the same serving load:
@@ -47,6 +47,7 @@ _FLAGS = {
     "steps": "--steps",
     "seed": "--seed",
     "env": "--env",
+    "trainer": "--trainer",
     "slo_ttft_ms": "--slo-ttft-ms",
     "slo_tpot_ms": "--slo-tpot-ms",
     "port": "--port",
@@ -95,6 +96,9 @@ def add_command(commands: Any, *, epilog: str) -> None:
     job.add_argument("--steps", type=_whole, metavar="N", help=_steps_help(default))
     job.add_argument("--seed", type=_whole, metavar="S", help=f"seed of both arms (default: {default.seed})")
     job.add_argument("--env", metavar="MODULE:CLASS", help=f"environment (default: {default.env})")
+    job.add_argument(
+        "--trainer", metavar="NAME", help=f"what trains the policy: {', '.join(TRAINERS)} (default: {default.trainer})"
+    )
     job.add_argument("--port", type=_whole, metavar="P", help="loopback port of the weight relay (default: a free one)")
     output = parser.add_argument_group("output and configuration")
     output.add_argument("--out", metavar="DIR", help=f"folder for the results (default: {default.out})")

@@ -9,18 +9,22 @@ from rose.interfaces.serving import (
     SupportsStepGate,
     SupportsWeightChecksums,
 )
-from rose.interfaces.trainer import ShardSpec, TensorSpec, Trainer
-from rose.interfaces.transport import Transport
+from rose.interfaces.trainer import ShardBits, ShardSpec, TensorSpec, Trainer
+from rose.interfaces.transport import Payload, SupportsInvalidate, SupportsWait, Transport
 
 __all__ = [
     "Clock",
     "Device",
+    "Payload",
     "ServingEngine",
+    "ShardBits",
     "ShardSpec",
     "StepWork",
+    "SupportsInvalidate",
     "SupportsKvBudget",
     "SupportsPrefixReset",
     "SupportsStepGate",
+    "SupportsWait",
     "SupportsWeightChecksums",
     "TensorSpec",
     "Trainer",

@@ -11,15 +11,19 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
 
 from rose.types import TransportAddress
+
+Payload = bytes | bytearray | memoryview
+"""The bytes of a blob."""
 
 
 class Transport(ABC):
     """A store of named blobs."""
 
     @abstractmethod
-    def put(self, key: str, payload: bytes | memoryview) -> None:
+    def put(self, key: str, payload: Payload) -> None:
         """Write a blob once. Writing the same bytes again is a no-op.
 
         Raises:
@@ -28,7 +32,7 @@ class Transport(ABC):
         """
 
     @abstractmethod
-    def get(self, key: str) -> bytes:
+    def get(self, key: str) -> Payload:
         """Read a blob.
 
         Raises:
@@ -53,3 +57,31 @@ class Transport(ABC):
 
     def close(self) -> None:
         """Let go of connections. Idempotent."""
+
+
+@runtime_checkable
+class SupportsWait(Protocol):
+    """A transport that can wait for a blob without being asked again and again (``rose.transfer.cluster_wait`` asks)."""
+
+    def get_when_ready(self, key: str, timeout_s: float) -> Payload:
+        """Read a blob as soon as it is there; ``timeout_s`` of 0 is a plain ``get``.
+
+        Raises:
+            BlobNotFoundError: It did not come in time.
+            TransportError: The store is not reachable.
+        """
+
+
+@runtime_checkable
+class SupportsInvalidate(Protocol):
+    """A transport that may hold copies of blobs whose originals are elsewhere."""
+
+    def invalidate(self, key: str, damaged: str | None = None) -> None:
+        """Forget the copy of a blob, so that the next ``get`` reads the original again.
+
+        Args:
+            key: The blob.
+            damaged: ``rose.transfer.delta.digest`` of the bytes that were found damaged. A copy that is another by now
+                stays, so that many engines that met the same damage cause one more transfer together. ``None`` is
+                whatever copy there is.
+        """

@@ -2,7 +2,7 @@
 
 from rose.policies.routing import Circuit, EngineState, EngineView, RoutingConfig, WaitReason
 from rose.pool.borrowing import Borrower
-from rose.pool.config import PoolConfig, ResumePolicy
+from rose.pool.config import PoolConfig, ResumePolicy, WeightPull
 from rose.pool.events import (
     EngineStateChanged,
     Observer,
@@ -15,6 +15,7 @@ from rose.pool.events import (
 )
 from rose.pool.membership import EngineAccount
 from rose.pool.pool import PoolSnapshot, RolloutPool
+from rose.pool.pulls import PullCost, SupportsPullCost
 from rose.pool.weights import SyncReport, TransportSource, UpdateSource
 
 __all__ = [
@@ -28,9 +29,11 @@ __all__ = [
     "PoolConfig",
     "PoolEvent",
     "PoolSnapshot",
+    "PullCost",
     "ResumePolicy",
     "RolloutPool",
     "RoutingConfig",
+    "SupportsPullCost",
     "SyncReport",
     "TransportSource",
     "TurnAssigned",
@@ -39,5 +42,6 @@ __all__ = [
     "TurnRerouted",
     "UpdateSource",
     "WaitReason",
+    "WeightPull",
     "WeightsActivated",
 ]

@@ -111,6 +111,7 @@ class Borrower:
             self._give_back(lease)
         else:
             self._leases[lease.device_id] = lease
+            self._pool.note_lease(engine.engine_id, lease.expires_s)
 
     def _give_back(self, lease: Lease) -> None:
         """End a lease unless it is over already: the device may be another job's by now."""
@@ -131,7 +132,8 @@ class Borrower:
                     self._give_back(lease)
                     continue  # ``_leave`` hears of that, as of every lease that the lender ended
                 with contextlib.suppress(LeaseError):
-                    self._leases[device_id] = self._lender.renew(lease.lease_id)
+                    renewed = self._leases[device_id] = self._lender.renew(lease.lease_id)
+                    self._pool.note_lease(self._engines[device_id].engine_id, renewed.expires_s)
 
     async def _leave(self) -> None:
         while True:

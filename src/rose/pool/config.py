@@ -8,6 +8,7 @@ import attrs
 
 from rose import checks
 from rose.policies.routing import RoutingConfig
+from rose.policies.weight_pull import PullConfig
 
 
 class ResumePolicy(enum.Enum):
@@ -20,6 +21,13 @@ class ResumePolicy(enum.Enum):
     ON = "on"
     OFF = "off"
     SAME_VERSION = "same_version"
+
+
+class WeightPull(enum.Enum):
+    """When borrowed engines fetch a new version. ``always``: at once. ``economic``: when their loans are likely to pay for the bytes."""
+
+    ALWAYS = "always"
+    ECONOMIC = "economic"
 
 
 @attrs.frozen(kw_only=True)
@@ -44,6 +52,10 @@ class PoolConfig:
         reading_timeout_s: An engine that does not answer such a reading for this long is lost.
         stage_timeout_s: How long planning and staging a weight update may take on one engine.
         activate_timeout_s: How long activating it may take.
+        weight_pull: When borrowed engines fetch a new version, where the source of the weights knows what that costs.
+        pull: Terms of ``economic``.
+        ack_lease_s: How long an engine without a lease is promised what it needs to catch up, where acknowledgements are told to
+            publishers.
         close_timeout_s: How long closing the pool waits for aborts, on the event loop's time.
         max_trajectories: How many trajectories (and groups) the pool remembers for affinity and order.
     """
@@ -63,6 +75,9 @@ class PoolConfig:
     reading_timeout_s: float = attrs.field(default=30.0, validator=checks.number(above=0))
     stage_timeout_s: float = attrs.field(default=300.0, validator=checks.number(above=0))
     activate_timeout_s: float = attrs.field(default=60.0, validator=checks.number(above=0))
+    weight_pull: WeightPull = attrs.field(default=WeightPull.ALWAYS, validator=checks.instance(WeightPull))
+    pull: PullConfig = attrs.field(factory=PullConfig, validator=checks.instance(PullConfig))
+    ack_lease_s: float = attrs.field(default=300.0, validator=checks.number(above=0))
     close_timeout_s: float = attrs.field(default=5.0, validator=checks.number(above=0))
     max_trajectories: int = attrs.field(default=100_000, validator=checks.integer(1))
 

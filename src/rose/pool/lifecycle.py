@@ -46,6 +46,7 @@ class Lifecycle:
             ValueError: Its id is taken by an engine that is not lost.
         """
         member = self._engines.add(engine, kind, lease_id)
+        member.joined_s = now_s
         self._journal.engine_moved(member, None, EngineState.JOINING, "added", now_s)
         return member
 
@@ -105,14 +106,22 @@ class Lifecycle:
 
     def fall_out(self, member: Member, state: EngineState, why: str, now_s: float) -> None:
         """Note that an engine is fenced or lost; its turns move. A draining one that is fenced goes on draining, empty."""
-        self._move(member, state, why, now_s)
+        if self._move(member, state, why, now_s) and state is EngineState.LOST:
+            self._note_end(member, now_s)
         self._move_all(member, HopEnd.LOST, now_s)
 
     def remove(self, member: Member, why: str, now_s: float) -> None:
         """Take an engine out: first from routing, then its turns move."""
+        if self._engines.is_present(member):
+            self._note_end(member, now_s)
         self._engines.remove(member)
         self._journal.engine_moved(member, member.state, None, why, now_s)
         self._move_all(member, HopEnd.ABORTED, now_s)
+
+    def _note_end(self, member: Member, now_s: float) -> None:
+        member.account.present_s += now_s - member.joined_s
+        if member.kind is EngineKind.BORROWED:
+            self._engines.ended_loans_s.append(now_s - member.joined_s)
 
     def _move(self, member: Member, state: EngineState, why: str, now_s: float) -> bool:
         old = member.state

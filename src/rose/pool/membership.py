@@ -12,6 +12,7 @@ Invariants:
 from __future__ import annotations
 
 import math
+from collections import deque
 from random import Random
 
 import attrs
@@ -24,6 +25,7 @@ from rose.pool.config import PoolConfig
 from rose.pool.turns import Attempt
 from rose.types import EngineId, EngineKind, EngineSnapshot, HopEnd, LeaseId, WeightVersion
 
+_MAX_LOANS = 512
 _S = EngineState
 _ALLOWED: dict[EngineState, frozenset[EngineState]] = {
     _S.JOINING: frozenset({_S.STALE, _S.READY, _S.DRAINING, _S.LOST}),
@@ -38,9 +40,10 @@ _ALLOWED: dict[EngineState, frozenset[EngineState]] = {
 
 @attrs.define(kw_only=True)
 class EngineAccount:
-    """What one engine did for the pool. ``busy_s`` is the time in which it had at least one request of the pool.
+    """What one engine did for the pool.
 
-    Attempts that ended are counted by how; ``num_attempts`` counts those that were begun. Tokens are those kept.
+    Attempts that ended are counted by how; ``num_attempts`` counts those that were begun. Tokens are those kept. ``busy_s`` is the time
+    in which it had at least one request of the pool, ``present_s`` the time in which it was in the pool and not lost.
     """
 
     kind: EngineKind
@@ -49,6 +52,7 @@ class EngineAccount:
     num_ended: dict[HopEnd, int] = attrs.field(factory=lambda: dict.fromkeys(HopEnd, 0))
     num_rerouted: int = 0
     busy_s: float = 0.0
+    present_s: float = 0.0
 
     def copy(self) -> EngineAccount:
         """Return a copy that does not change any more."""
@@ -57,7 +61,13 @@ class EngineAccount:
 
 @attrs.define(kw_only=True, eq=False)
 class Member:
-    """One engine and what the pool knows of it. ``asked_s`` is when it was asked for a reading that it has not given yet."""
+    """One engine and what the pool knows of it.
+
+    Attributes:
+        asked_s: When it was asked for a reading that it has not given yet.
+        joined_s: When it joined.
+        lease_ends_s: When its lease ends unless it is renewed; ``None`` when the pool was not told.
+    """
 
     engine: ServingEngine
     kind: EngineKind
@@ -72,6 +82,8 @@ class Member:
     last_token_s: float = -math.inf
     busy_since_s: float = 0.0
     asked_s: float = math.inf
+    joined_s: float = 0.0
+    lease_ends_s: float | None = None
 
     @property
     def engine_id(self) -> EngineId:
@@ -106,6 +118,7 @@ class Membership:
         index: What the routing policy decides on.
         version: The latest version that an engine acknowledged to this pool (or brought along as the first), or ``None``.
         has_synced: An engine acknowledged an activation to this pool.
+        ended_loans_s: How long borrowed engines were here that left or were lost, the last few hundred.
     """
 
     def __init__(self, config: PoolConfig, rng: Random) -> None:
@@ -113,6 +126,7 @@ class Membership:
         self.index = RoutingIndex(config.routing)
         self.version: WeightVersion | None = None
         self.has_synced = False
+        self.ended_loans_s: deque[float] = deque(maxlen=_MAX_LOANS)
         self._config = config
         self._rng = rng
         self._accounts: dict[EngineId, EngineAccount] = {}
@@ -216,4 +230,6 @@ class Membership:
         for engine_id, member in self.members.items():
             if member.held:
                 copies[engine_id].busy_s += now_s - member.busy_since_s
+            if member.state is not EngineState.LOST:
+                copies[engine_id].present_s += now_s - member.joined_s
         return copies

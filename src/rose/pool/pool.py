@@ -23,7 +23,7 @@ from rose.clocks import MonotonicClock
 from rose.errors import EngineError, TurnFailedError
 from rose.interfaces import Clock, ServingEngine, Transport
 from rose.policies.routing import EngineState, EngineView, WaitReason
-from rose.pool.config import PoolConfig
+from rose.pool.config import PoolConfig, WeightPull
 from rose.pool.driver import Driver
 from rose.pool.events import Observer
 from rose.pool.membership import EngineAccount, Member
@@ -90,6 +90,7 @@ class RolloutPool:
         self._initial += [(engine, EngineKind.BORROWED) for engine in _check_engines("borrowed", borrowed)]
         self._state = PoolState(self.config, name=uuid.uuid4().hex[:8], seed=seed)
         self._driver = Driver(self._state, config=self.config, clock=self._clock, on_event=on_event)
+        self._source: TransportSource | None = None
         self._sync = WeightSync(self._state, config=self.config, clock=self._clock, apply=self._driver.apply)
 
     # The trainer's face.
@@ -140,7 +141,13 @@ class RolloutPool:
         self._check_open()
         if not isinstance(source, Transport):
             _check_methods("source", source, "plan")
-        return await self._sync.run(TransportSource(source) if isinstance(source, Transport) else source)
+        return await self._sync.run(self._source_of(source) if isinstance(source, Transport) else source)
+
+    def _source_of(self, transport: Transport) -> TransportSource:
+        """Return the source over a transport, the same one for the same transport: it keeps what it has read."""
+        if self._source is None or self._source.transport is not transport:
+            self._source = TransportSource(transport)
+        return self._source
 
     def snapshot(self) -> PoolSnapshot:
         """Read the pool's state now."""
@@ -161,6 +168,11 @@ class RolloutPool:
     def accounts(self) -> dict[EngineId, EngineAccount]:
         """Return what each engine did for this pool, those that left included."""
         return self._state.engines.accounts(self._clock.now())
+
+    @property
+    def ended_loans_s(self) -> tuple[float, ...]:
+        """How long borrowed engines were in the pool that are not any more, the last few hundred."""
+        return tuple(self._state.engines.ended_loans_s)
 
     # Engines come and go.
 
@@ -196,6 +208,18 @@ class RolloutPool:
         if member.state is EngineState.STALE:
             self._driver.spawn(self._catch_up(member))
         return member.state
+
+    def note_lease(self, engine_id: EngineId, ends_s: float) -> None:
+        """Note until when an engine is lent, on the pool's clock; one that put off its weights is offered them when that is renewed.
+
+        An engine that is not in the pool is ignored: it may have left meanwhile.
+        """
+        member = self._state.engines.members.get(engine_id)
+        if member is None:
+            return
+        is_renewal, member.lease_ends_s = member.lease_ends_s is not None, ends_s
+        if is_renewal and member.state is EngineState.STALE and self.config.weight_pull is WeightPull.ECONOMIC:
+            self._driver.spawn(self._catch_up(member))
 
     async def remove_engine(self, engine_id: EngineId, reason: str, *, timeout_s: float | None = None) -> bool:
         """Take an engine out at once: its turns go on elsewhere, it is told to stop working on them.

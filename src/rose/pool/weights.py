@@ -5,6 +5,8 @@ Life cycle of one sync:
 1. [POOL] each ready, stale or fenced engine: plan the update from the version it acknowledged (nothing known for a fenced one).
 2. [ENGINE] all stage at the same time, while they serve. One that cannot is stale from here on: its weights are intact.
    A relay that cannot be reached says nothing about the engines; they stay as they are.
+   Borrowed engines whose loans would not pay for the bytes put it off (``PoolConfig.weight_pull``): they are stale until the next
+   sync or the renewal of their lease.
 3. [POOL] when all have staged or failed: updating, so that no new turn comes; turns that may not run on the new version move.
 4. [ENGINE] all activate at the same time. One that cannot is fenced, its turns move; the others go on.
 5. [POOL] acknowledged: ready, at the version of the activation.
@@ -16,21 +18,36 @@ moves by acknowledgements alone.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping
-from typing import Protocol
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Protocol, runtime_checkable
 
 import attrs
 
-from rose.errors import BlobNotFoundError, EngineLostError, TransportError, VersionConflictError
+from rose.errors import (
+    BlobNotFoundError,
+    CorruptUpdateError,
+    EngineFencedError,
+    EngineLostError,
+    RoseError,
+    TransferError,
+    TransportError,
+    VersionConflictError,
+)
 from rose.interfaces import Clock, Transport
 from rose.policies.routing import EngineState
-from rose.pool.config import PoolConfig
+from rose.policies.weight_pull import PullAction, PullPlan, PullReason
+from rose.pool.config import PoolConfig, WeightPull
 from rose.pool.membership import Member
+from rose.pool.pulls import PullCost, PullDesk, SupportsPullCost
 from rose.pool.state import PoolState
 from rose.pool.timing import within
-from rose.transfer.relay import plan_update
-from rose.types import Activation, EngineId, WeightUpdate, WeightVersion
+from rose.transfer.acks import Ack, AckBoard
+from rose.transfer.relay import ManifestReader, plan_update
+from rose.types import Activation, EngineId, EngineKind, WeightUpdate, WeightVersion
 
+_logger = logging.getLogger(__name__)
 _UPDATABLE = (EngineState.READY, EngineState.STALE, EngineState.FENCED)
 
 
@@ -41,18 +58,49 @@ class UpdateSource(Protocol):
         """Return the update from ``known`` (``None``: from nothing) to the newest version, or ``None`` if there is none to make."""
 
 
+@runtime_checkable
+class SupportsAcks(Protocol):
+    """A source that tells publishers what engines have acknowledged."""
+
+    async def acknowledge(self, acks: Mapping[EngineId, Ack]) -> None:
+        """Tell them."""
+
+
 @attrs.frozen
 class TransportSource:
-    """The updates that publishers put into a transport."""
+    """The updates that publishers put into a transport. Manifests are read once, however many engines ask.
+
+    Attributes:
+        transport: Where they are.
+        board: Where to tell publishers what engines have acknowledged; ``None``: nowhere.
+    """
 
     transport: Transport
+    board: AckBoard | None = attrs.field(default=None, kw_only=True)
+    _reader: ManifestReader = attrs.field(
+        init=False,
+        eq=False,
+        repr=False,
+        default=attrs.Factory(lambda self: ManifestReader(self.transport), takes_self=True),
+    )
 
     async def plan(self, known: WeightVersion | None) -> WeightUpdate | None:
         """Plan in a thread, since transports block; once more if old versions were retired meanwhile."""
         try:
-            return await asyncio.to_thread(plan_update, self.transport, known)
+            return await asyncio.to_thread(plan_update, self.transport, known, reader=self._reader)
         except BlobNotFoundError:
-            return await asyncio.to_thread(plan_update, self.transport, known)
+            return await asyncio.to_thread(plan_update, self.transport, known, reader=self._reader)
+
+    async def cost(self, update: WeightUpdate) -> PullCost:
+        """Return the bytes of an update's blobs."""
+        manifests = [await asyncio.to_thread(self._reader.read, key) for key in update.manifest_keys]
+        sizes = [manifest.bytes_sent for manifest in manifests]
+        return PullCost(pieces=dict(zip(update.manifest_keys, sizes, strict=True)))
+
+    async def acknowledge(self, acks: Mapping[EngineId, Ack]) -> None:
+        """Write to the board, if there is one."""
+        if self.board is not None:
+            await asyncio.to_thread(self.board.write, acks)
 
 
 @attrs.frozen(kw_only=True)
@@ -63,11 +111,13 @@ class SyncReport:
         activations: What each updated engine acknowledged.
         unchanged: Engines that hold the newest version already.
         errors: Why each other engine was left out.
+        put_off: Borrowed engines that did not fetch the version yet, and why.
     """
 
     activations: Mapping[EngineId, Activation]
     unchanged: tuple[EngineId, ...]
     errors: Mapping[EngineId, Exception]
+    put_off: Mapping[EngineId, PullPlan] = attrs.field(factory=dict)
 
 
 class WeightSync:
@@ -81,7 +131,8 @@ class WeightSync:
         self._apply = apply
         self._lock = asyncio.Lock()
         self._source: UpdateSource | None = None
-        self._behind: list[Member] = []
+        self._behind: dict[Member, None] = {}
+        self._desk = PullDesk(config.pull, state.engines)
 
     async def run(self, source: UpdateSource) -> SyncReport:
         """Update every engine that can be updated."""
@@ -91,14 +142,22 @@ class WeightSync:
 
     async def catch_up(self, member: Member) -> None:
         """Update one engine from the last source, if there is one; engines that wait for that are updated together."""
-        self._behind.append(member)
+        self._behind[member] = None
         async with self._lock:
-            behind, self._behind = self._behind, []
+            behind, self._behind = self._behind, {}
+            if self._config.weight_pull is WeightPull.ECONOMIC:
+                behind |= dict.fromkeys(self._stale_borrowed())  # what does not pay for one may pay for all of them
             if self._source is not None and behind:
                 await self._update(self._source, behind)
 
+    def _stale_borrowed(self) -> list[Member]:
+        members = self._state.engines.members.values()
+        return [each for each in members if each.kind is EngineKind.BORROWED and each.state is EngineState.STALE]
+
     async def _update(self, source: UpdateSource, members: Iterable[Member]) -> SyncReport:
-        jobs = [_Job(member) for member in members if member.state in _UPDATABLE]
+        all_jobs = [_Job(member) for member in members if member.state in _UPDATABLE]
+        put_off = await self._put_off(all_jobs, source)
+        jobs = [job for job in all_jobs if job.engine_id not in put_off]
         async with asyncio.TaskGroup() as group:
             for job in jobs:
                 group.create_task(self._stage(job, source))
@@ -106,11 +165,58 @@ class WeightSync:
             for job in jobs:
                 if job.update is not None and job.error is None:
                     group.create_task(self._activate(job, job.update))
+        await self._acknowledge(source)
         return SyncReport(
             activations={job.engine_id: job.activation for job in jobs if job.activation is not None},
             unchanged=tuple(job.engine_id for job in jobs if job.update is None and job.error is None),
             errors={job.engine_id: job.error for job in jobs if job.error is not None},
+            put_off=put_off,
         )
+
+    async def _put_off(self, jobs: Sequence[_Job], source: UpdateSource) -> dict[EngineId, PullPlan]:
+        """Return the borrowed engines that are not to fetch the version now, and keep turns away from those that need it."""
+        if self._config.weight_pull is WeightPull.ALWAYS or not isinstance(source, SupportsPullCost):
+            return {}
+        borrowed = [job.member for job in jobs if job.member.kind is EngineKind.BORROWED]
+        found = await asyncio.gather(*(self._weigh(member, source) for member in borrowed))
+        wanted = [(member, *cost) for member, cost in zip(borrowed, found, strict=True) if cost is not None]
+        now_s = self._clock.now()
+        plans = self._desk.decide(wanted, now_s)
+        put_off = {name: plan for name, plan in plans.items() if plan.action is not PullAction.PULL}
+        for member in borrowed:
+            plan = put_off.get(member.engine_id)
+            if plan is not None and plan.reason is not PullReason.STILL_ADMISSIBLE:
+                self._state.lifecycle.skip_update(member, plan.reason.value, now_s)
+        if put_off:
+            self._apply()
+        return put_off
+
+    async def _weigh(self, member: Member, source: UpdateSource) -> tuple[WeightUpdate, PullCost] | None:
+        """Return what an engine would fetch; ``None`` when it is nothing, or when planning fails, which staging will report."""
+        known = None if member.state is EngineState.FENCED else member.version
+        assert isinstance(source, SupportsPullCost)  # noqa: S101 - the caller has looked
+        try:
+            update = await source.plan(known)
+            return None if update is None else (update, await source.cost(update))
+        except RoseError:
+            return None
+
+    async def _acknowledge(self, source: UpdateSource) -> None:
+        """Tell publishers what engines have; they keep more than they need to when that fails."""
+        if not isinstance(source, SupportsAcks):
+            return
+        now_s, now_unix_s = self._clock.now(), time.time()
+        acks = {}
+        for member in self._state.engines.members.values():
+            if not self._state.engines.is_present(member):
+                continue
+            rest_s = self._config.ack_lease_s if member.lease_ends_s is None else member.lease_ends_s - now_s
+            version = None if member.state is EngineState.FENCED else member.version
+            acks[member.engine_id] = Ack(version=version, expires_unix_s=now_unix_s + rest_s)
+        try:
+            await source.acknowledge(acks)
+        except (TransportError, TransferError) as error:
+            _logger.warning("acknowledgements could not be told to the publisher: %s", error)
 
     async def _stage(self, job: _Job, source: UpdateSource) -> None:
         member = job.member
@@ -123,7 +229,7 @@ class WeightSync:
                 return
             try:
                 await self._stage_in_time(member, job.update)
-            except (VersionConflictError, BlobNotFoundError):
+            except (VersionConflictError, BlobNotFoundError, CorruptUpdateError, EngineFencedError):
                 job.update = None if known is None else await source.plan(None)
                 if job.update is None:
                     raise
@@ -173,6 +279,7 @@ class WeightSync:
             if job.activation is None:
                 self._state.lifecycle.fall_out(member, after, why, self._clock.now())
             else:
+                self._desk.note(member, update, job.activation)
                 self._state.lifecycle.end_update(member, job.activation, self._clock.now())
             self._apply()
 

@@ -1,6 +1,6 @@
 """``rose demo``: one GRPO job on real engines, with and without borrowed devices, beside a live serving model.
 
-What runs: an FSDP2 learner (two processes), environments (processes), dedicated and borrowed vLLM engines, serving vLLM
+What runs: an FSDP2 or Megatron-Core learner (two processes), environments (processes), dedicated and borrowed vLLM engines, serving vLLM
 engines of another model with their clients in a process of their own, and a relay that carries sparse deltas. Devices are
 paced: engines, tokens and weights are real and tiny, step times are those of a named GPU and model.
 """
@@ -61,7 +61,7 @@ async def run_demo(config: DemoConfig, *, view: LiveView) -> DemoResult:
         BackendUnavailableError: vLLM, torch or matplotlib is not installed.
     """
     os.environ.setdefault("MALLOC_ARENA_MAX", "2")  # a dozen processes; their arenas would be gigabytes
-    check_libraries()
+    check_libraries(config.trainer)
     check_profiles(config)
     environment = load_environment(config.env)
     load = _plan_load(config)
@@ -91,13 +91,17 @@ async def run_demo(config: DemoConfig, *, view: LiveView) -> DemoResult:
     return _write(record, out)
 
 
-def check_libraries() -> None:
+def check_libraries(trainer: str = "fsdp") -> None:
     """Refuse to start without a library that some process of the demo will need.
+
+    Args:
+        trainer: What trains the policy.
 
     Raises:
         BackendUnavailableError: Names what is missing and the extra that brings it.
     """
-    missing = [name for name in _LIBRARIES if find_spec(name) is None]
+    wanted = (*_LIBRARIES, "megatron") if trainer == "megatron" else _LIBRARIES
+    missing = [name for name in wanted if find_spec(name) is None]
     if missing:
         message = f"the demo needs {', '.join(missing)}, not installed here; run: pip install 'rose-rl[demo]'"
         raise BackendUnavailableError(message)
@@ -130,6 +134,7 @@ def _learner_config(config: DemoConfig) -> LearnerConfig:
     return LearnerConfig(
         environment=config.env,
         seed=config.seed,
+        trainer=config.trainer,
         num_ranks=config.num_learner_ranks,
         warm_start=WarmStartConfig(num_steps=config.warm_start_steps),
         grpo=GrpoConfig(lr=config.learn_lr, num_minibatches=config.learn_minibatches),

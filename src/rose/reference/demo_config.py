@@ -9,13 +9,14 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import attrs
 
 from rose.errors import ConfigError
 
 ADMISSION_MODES = ("slo", "quiet")
+TRAINERS = ("fsdp", "megatron")
 _SPEC = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 Validator = Callable[[Any, "attrs.Attribute[Any]", Any], None]
@@ -104,7 +105,8 @@ class DemoConfig:
         num_groups: Groups a step.
         group_size: Trajectories a group.
         cap_per_engine: Turns that one rollout engine runs at a time, in every arm.
-        num_learner_ranks: FSDP2 ranks of the learner.
+        trainer: What trains the policy: ``fsdp`` (FSDP2) or ``megatron`` (Megatron-Core, tensor parallelism over all ranks).
+        num_learner_ranks: Ranks of the learner.
         num_env_processes: Processes that run the environments.
         num_eval_maps: Held-out maps on which success is measured before and after, at temperature 1.
         num_eval_episodes: Episodes on each of them.
@@ -180,6 +182,9 @@ class DemoConfig:
     num_groups: int = attrs.field(default=20, validator=_integer(1, "for example 20"))
     group_size: int = attrs.field(default=8, validator=_integer(2, "GRPO compares the trajectories of a group"))
     cap_per_engine: int = attrs.field(default=16, validator=_integer(1, "the paper's cap is 16"))
+    trainer: Literal["fsdp", "megatron"] = attrs.field(
+        default="fsdp", validator=_one_of(TRAINERS, "megatron needs rose-rl[megatron]")
+    )
     num_learner_ranks: int = attrs.field(default=2, validator=_integer(1, "for example 2"))
     num_env_processes: int = attrs.field(default=2, validator=_integer(1, "for example 2"))
     num_eval_maps: int = attrs.field(default=128, validator=_integer(1, "for example 128"))

@@ -1,4 +1,4 @@
-"""One rank of the learner: FSDP2 over gloo, driven by JSON lines. Run by ``LearnerGroup``, never imported by the job.
+"""One rank of the learner: FSDP2 or Megatron-Core over gloo, driven by JSON lines. Run by ``LearnerGroup``, never imported by the job.
 
 Life cycle
     1. [GROUP] starts every rank with its number, the rendezvous file and the configuration; the ranks meet.
@@ -26,8 +26,6 @@ import attrs
 import torch
 import xxhash
 from torch import distributed
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from rose import config as configuration
 from rose import registry
@@ -36,7 +34,8 @@ from rose.interfaces import Transport
 from rose.reference.environment import Environment, SupportsDemonstrations, load_environment
 from rose.reference.grpo import Surrogate, clipped_surrogate
 from rose.reference.learner_config import LearnerConfig
-from rose.reference.policy import build_policy, pad_rows, save_checkpoint, token_logprobs
+from rose.reference.model_side import make_side
+from rose.reference.policy import pad_rows, save_checkpoint
 from rose.reference.tokenizer import BOS_ID, PAD_ID, WordTokenizer
 from rose.reference.trajectory import derive_seed
 from rose.reference.worker_process import take_over_stdout
@@ -55,12 +54,9 @@ class Learner:
 
     def __init__(self, config: LearnerConfig) -> None:
         self._config = config
-        self._rank, self._world = distributed.get_rank(), distributed.get_world_size()
         self._environment: type[Environment] = load_environment(config.environment)
         self._tokenizer = WordTokenizer.for_environment(self._environment)
-        self._model = build_policy(config.policy, num_ids=self._tokenizer.num_ids, seed=config.seed)
-        _shard(self._model, config.compute_dtype, self._world)
-        self._parameters = list(self._model.parameters())
+        self._side = make_side(config, self._tokenizer.num_ids)
         self._optimizer = self._new_optimizer(_GRPO_BETAS, config.grpo.lr)
         self._start = self._local_copy()
         self._transport: Transport | None = None
@@ -78,7 +74,7 @@ class Learner:
         for step in range(settings.num_steps):
             decay = 1 - (1 - _FINAL_LR_FRACTION) * step / settings.num_steps
             _set_lr(optimizer, settings.lr * min(1.0, (step + 1) / settings.num_warm_up_steps) * decay)
-            mine = range(self._rank, settings.num_episodes, self._world)
+            mine = range(self._side.data_rank, settings.num_episodes, self._side.num_data_ranks)
             seeds = [derive_seed("demonstration", self._config.seed, step, i) for i in mine]
             losses.append(self._imitate(optimizer, [self._demonstration(teacher, seed) for seed in seeds]))
         self._start = self._local_copy()
@@ -103,28 +99,33 @@ class Learner:
             self._disconnect()
             options = tuple((name, value) for name, value in address["options"])
             self._transport = registry.open_transport(TransportAddress(name=address["name"], options=options))
-            trainer = registry.trainer("fsdp", self._model)
-            self._publisher = Publisher(trainer, self._transport, run=run, timeout_s=self._config.timeout_s)
+            self._publisher = Publisher(
+                self._side.trainer(), self._transport, run=run, timeout_s=self._config.timeout_s
+            )
             self._published_to = target
         return _plain(self._publisher.publish_sync(anchor=anchor))
 
     def save_checkpoint(self, folder: str) -> None:
         """Gather the weights and write them, rank 0 only, as a Hugging Face checkpoint in bfloat16."""
-        weights = self._whole_weights()
-        if self._rank == 0:
-            save_checkpoint(Path(folder), architecture=self._model.config, weights=weights, tokenizer=self._tokenizer)
+        weights = self._side.whole_weights()
+        if distributed.get_rank() == 0:
+            architecture = self._side.architecture
+            save_checkpoint(Path(folder), architecture=architecture, weights=weights, tokenizer=self._tokenizer)
         distributed.barrier()
 
     def state_checksums(self) -> dict[str, str]:
         """Return name -> xxh3_128 hex digest of the whole tensor's bfloat16 bytes, row-major."""
-        bits = {name: weight.to(torch.bfloat16).view(torch.uint16) for name, weight in self._whole_weights().items()}
+        bits = {
+            name: weight.to(torch.bfloat16).view(torch.uint16) for name, weight in self._side.whole_weights().items()
+        }
         return {name: xxhash.xxh3_128_hexdigest(value.contiguous().numpy().tobytes()) for name, value in bits.items()}
 
     def reset(self) -> None:
         """Return to the weights of the warm start (or of the seed, without one) with a fresh optimizer."""
         with torch.no_grad():
-            for parameter, start in zip(self._parameters, self._start, strict=True):
-                _local(parameter).copy_(start)
+            for master, start in zip(self._side.masters(), self._start, strict=True):
+                _local(master).copy_(start)
+        self._side.refresh()
         self._optimizer = self._new_optimizer(_GRPO_BETAS, self._config.grpo.lr)
         self._disconnect()
 
@@ -134,7 +135,7 @@ class Learner:
         self._transport = self._publisher = self._published_to = None
 
     def _new_optimizer(self, betas: tuple[float, float], lr: float) -> torch.optim.AdamW:
-        return torch.optim.AdamW(self._parameters, lr=lr, betas=betas, weight_decay=0.0)
+        return torch.optim.AdamW(self._side.masters(), lr=lr, betas=betas, weight_decay=0.0)
 
     def _demonstration(self, teacher: SupportsDemonstrations, seed: int) -> Row:
         ids, mask = [BOS_ID], [0]
@@ -145,50 +146,41 @@ class Learner:
 
     def _imitate(self, optimizer: torch.optim.AdamW, rows: Sequence[Row]) -> float:
         ids, mask = _pad_ids([row[0] for row in rows]), _pad_floats([row[1] for row in rows])
-        num_tokens = _sum_over_ranks(float(mask.sum()))
-        loss_sum = -(token_logprobs(self._model, ids) * mask).sum()
-        (loss_sum * (self._world / num_tokens)).backward()
+        num_tokens = self._sum_over_data(float(mask.sum()))
+        loss_sum = -(self._side.token_logprobs(ids) * mask).sum()
+        (loss_sum * (self._side.num_data_ranks / num_tokens)).backward()
         self._step(optimizer)
-        return _sum_over_ranks(loss_sum.item()) / num_tokens
+        return self._sum_over_data(loss_sum.item()) / num_tokens
 
     def _backward(self, rows: Sequence[dict[str, Any]], num_tokens: int) -> Surrogate:
-        """Add the gradient of one micro-batch. FSDP averages over ranks, hence the factor; an empty one adds zeros."""
+        """Add the gradient of one micro-batch. Data ranks are averaged over, hence the factor; an empty one adds zeros."""
         rows = rows or [{"ids": [BOS_ID, BOS_ID], "mask": [0, 0], "logprobs": [0.0, 0.0], "advantage": 0.0}]
         grpo = self._config.grpo
         surrogate = clipped_surrogate(
-            token_logprobs(self._model, _pad_ids([row["ids"] for row in rows])),
+            self._side.token_logprobs(_pad_ids([row["ids"] for row in rows])),
             _pad_floats([row["logprobs"] for row in rows]),
             torch.tensor([row["advantage"] for row in rows]),
             _pad_floats([row["mask"] for row in rows]),
             clip_low=grpo.clip_low,
             clip_high=grpo.clip_high,
         )
-        (-surrogate.objective_sum * (self._world / num_tokens)).backward()
+        (-surrogate.objective_sum * (self._side.num_data_ranks / num_tokens)).backward()
         return attrs.evolve(surrogate, objective_sum=surrogate.objective_sum.detach())
 
     def _step(self, optimizer: torch.optim.AdamW) -> float:
-        norm = torch.nn.utils.clip_grad_norm_(self._parameters, self._config.grpo.max_gradient_norm)
+        self._side.collect_gradients()
+        norm = self._side.clip_gradients(self._config.grpo.max_gradient_norm)
         optimizer.step()
-        optimizer.zero_grad()
-        return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+        self._side.refresh()
+        return norm
+
+    def _sum_over_data(self, value: float) -> float:
+        total = torch.tensor(value, dtype=torch.float64)
+        distributed.all_reduce(total, group=self._side.data_group)
+        return float(total)
 
     def _local_copy(self) -> list[Any]:
-        return [_local(parameter).clone() for parameter in self._parameters]
-
-    def _whole_weights(self) -> dict[str, torch.Tensor]:
-        with torch.no_grad():
-            return {
-                name: parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter.detach()
-                for name, parameter in self._model.named_parameters()
-            }
-
-
-def _shard(model: Any, compute_dtype: str, num_ranks: int) -> None:
-    mesh = init_device_mesh("cpu", (num_ranks,))
-    policy = MixedPrecisionPolicy(param_dtype=getattr(torch, compute_dtype), reduce_dtype=torch.float32)
-    for layer in model.model.layers:
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+        return [_local(parameter).clone() for parameter in self._side.masters()]
 
 
 def _local(parameter: Any) -> Any:
@@ -202,12 +194,6 @@ def _pad_ids(rows: Sequence[Sequence[int]]) -> torch.Tensor:
 
 def _pad_floats(rows: Sequence[Sequence[float]]) -> torch.Tensor:
     return pad_rows(rows or [[0.0, 0.0]], fill=0.0, dtype=torch.float32)
-
-
-def _sum_over_ranks(value: float) -> float:
-    total = torch.tensor(value, dtype=torch.float64)
-    distributed.all_reduce(total)
-    return float(total)
 
 
 def _set_lr(optimizer: torch.optim.AdamW, lr: float) -> None:

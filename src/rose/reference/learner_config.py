@@ -62,13 +62,15 @@ class LearnerConfig:
     Attributes:
         environment: ``module:Class``; gives the vocabulary and, where it can, demonstrations.
         seed: Of the initial weights, the demonstrations and the order of samples.
-        num_ranks: FSDP2 ranks, one process each.
+        trainer: ``fsdp`` (every rank sees its own data) or ``megatron`` (tensor parallelism over all ranks).
+        num_ranks: Ranks, one process each.
         compute_dtype: What layers compute in; masters and gradients are float32 either way.
         timeout_s: Longest wait for any answer of the ranks.
     """
 
     environment: str = "rose.reference.lake:FrozenLake"
     seed: int = attrs.field(default=0, validator=v.ge(0))
+    trainer: Literal["fsdp", "megatron"] = attrs.field(default="fsdp", validator=v.in_(("fsdp", "megatron")))
     num_ranks: int = attrs.field(default=2, validator=_AT_LEAST_ONE)
     compute_dtype: Literal["bfloat16", "float32"] = attrs.field(
         default="bfloat16", validator=v.in_(("bfloat16", "float32"))
@@ -77,3 +79,8 @@ class LearnerConfig:
     warm_start: WarmStartConfig = attrs.field(factory=WarmStartConfig)
     grpo: GrpoConfig = attrs.field(factory=GrpoConfig)
     timeout_s: float = attrs.field(default=600.0, validator=_POSITIVE)
+
+    @property
+    def num_data_ranks(self) -> int:
+        """Return into how many shares a batch is cut; rank ``r`` gets share ``r`` modulo this."""
+        return self.num_ranks if self.trainer == "fsdp" else 1

@@ -1,4 +1,4 @@
-"""The learner as the job sees it: all FSDP2 ranks behind one asyncio object. Loads no torch.
+"""The learner as the job sees it: all ranks behind one asyncio object. Loads no torch.
 
 Life cycle
     1. ``async with LearnerGroup(config)`` starts one process a rank; they meet over a file of their own, on loopback.
@@ -142,7 +142,7 @@ class LearnerGroup:
         minibatches = plan_minibatches(
             signal.samples,
             num_minibatches=num_minibatches or grpo.num_minibatches,
-            num_ranks=self._config.num_ranks,
+            num_ranks=self._config.num_data_ranks,
             micro_rows=grpo.micro_rows,
             seed=derive_seed("minibatches", self._config.seed, self._num_train_steps),
         )
@@ -150,8 +150,9 @@ class LearnerGroup:
         answers: list[Any] = []
         if minibatches:
             lr = grpo.lr if lr is None else lr
-            requests = [_share(minibatches, rank, lr) for rank in range(self._config.num_ranks)]
-            answers = await self._ask_each("train", requests)
+            shares = [_share(minibatches, rank, lr) for rank in range(self._config.num_data_ranks)]
+            requests = [shares[rank % len(shares)] for rank in range(self._config.num_ranks)]
+            answers = (await self._ask_each("train", requests))[: len(shares)]  # the others saw the same
         counts = {
             "num_samples": len(signal.samples),
             "num_flat_groups": signal.num_flat_groups,

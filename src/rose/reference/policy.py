@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,12 +43,16 @@ def pad_rows(rows: Sequence[Sequence[float]], *, fill: float, dtype: torch.dtype
     return torch.tensor([[*row, *[fill] * (longest - len(row))] for row in rows], dtype=dtype)
 
 
-def token_logprobs(model: Any, ids: torch.Tensor) -> torch.Tensor:
+def token_logprobs(logits_of: Callable[[torch.Tensor], torch.Tensor], ids: torch.Tensor) -> torch.Tensor:
     """Return ``[rows, tokens]``: log-prob of each token given those before it; 0 for the first, which has none.
 
     Padding on the right needs no attention mask: a causal model does not see it from the tokens before it.
+
+    Args:
+        logits_of: From ids ``[rows, tokens]`` to logits ``[rows, tokens, vocabulary]``.
+        ids: ``[rows, tokens]``.
     """
-    logits = model(input_ids=ids[:, :-1], use_cache=False).logits.float()
+    logits = logits_of(ids[:, :-1]).float()
     chosen = functional.log_softmax(logits, dim=-1).gather(-1, ids[:, 1:, None])[..., 0]
     return functional.pad(chosen, (1, 0))
 

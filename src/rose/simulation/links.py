@@ -19,13 +19,14 @@ import heapq
 import attrs
 
 from rose.backends.memory import MemoryTransport
-from rose.interfaces.trainer import TensorSpec
+from rose.policies.retention import RetentionConfig, RetentionSnapshot, StoredVersion, plan_retention
+from rose.pool import PullCost
 from rose.simulation import sync_times as times
 from rose.simulation.sync import ITEM_BYTES, SyncCost
 from rose.simulation.sync_times import SyncSpeeds
-from rose.transfer import delta
-from rose.transfer.layout import whole_box
-from rose.transfer.manifest import CellRecord, Manifest
+from rose.transfer.cells import BlobEntry, Columns
+from rose.transfer.delta import Codec
+from rose.transfer.manifest import Manifest
 from rose.transfer.relay import POINTER, manifest_key, plan_update, version_of_key
 from rose.types import TransportAddress, WeightUpdate, WeightVersion
 
@@ -168,8 +169,7 @@ class RelayedSync:
         link: SharedLink,
         local_gbps: float,
         speeds: SyncSpeeds | None = None,
-        anchor_every: int = 0,
-        keep: int = 4,
+        retention: RetentionConfig | None = None,
     ) -> None:
         """Begin at version 0.
 
@@ -179,15 +179,16 @@ class RelayedSync:
             link: The thin link, shared with whatever else goes over it.
             local_gbps: Of one GPU's link inside its cluster.
             speeds: Of both ends.
-            anchor_every: Full weights beside every n-th version, 0 never; as the publisher's.
-            keep: How many of the newest versions are never retired; as the publisher's.
+            retention: What stays, and when full weights come beside a version; as the publisher's.
         """
         self.link = link
         self._run, self._cost, self._speeds, self._local_gbps = run, cost, speeds or SyncSpeeds(), local_gbps
-        self._anchor_every, self._keep = anchor_every, keep
+        self._retention = retention or RetentionConfig()
+        self._is_anchor_due = False
         self._store = MemoryTransport()
         self._is_anchor: dict[str, bool] = {}
         self._keys_by_n: dict[int, list[str]] = {}
+        self._stored: dict[int, StoredVersion] = {}
         self._crossed: set[str] = set()
         self._crossings: dict[str, asyncio.Lock] = {}
         self._plans: dict[WeightVersion | None, WeightUpdate | None] = {}
@@ -216,7 +217,7 @@ class RelayedSync:
         await asyncio.sleep(times.encode_s(self._cost, self._speeds))
         if is_remote:
             await self._cross(key, is_anchor=False)
-        if self._anchor_every and version.n % self._anchor_every == 0:
+        if self._is_anchor_due:
             anchor_key = f"{key.removesuffix('manifest')}anchor"
             if is_remote:
                 await self._cross(anchor_key, is_anchor=True)
@@ -232,6 +233,23 @@ class RelayedSync:
             update = plan_update(self._store, known)
             self._plans[known] = None if update is None else attrs.evolve(update, address=ADDRESS)
         return self._plans[known]
+
+    async def cost(self, update: WeightUpdate) -> PullCost:
+        """Return what an update costs an engine of the other cluster now."""
+        kinds = {key: self._is_anchor[key] for key in update.manifest_keys}
+        return PullCost(
+            pieces={key: times.put_size(self._cost, is_anchor=is_anchor)[0] for key, is_anchor in kinds.items()},
+            present=frozenset(self._crossed),
+            link_bytes_per_s=self.link.bytes_per_s / (self.link.num_active + 1),
+            stage_s=sum(self._stage_s(is_anchor=is_anchor) for is_anchor in kinds.values()),
+        )
+
+    def next_cost(self) -> PullCost:
+        """Return what the next version will cost an engine of the other cluster that has this one."""
+        num_bytes, _ = times.put_size(self._cost)
+        return PullCost(
+            pieces={"next": num_bytes}, link_bytes_per_s=self.link.bytes_per_s, stage_s=self._stage_s(is_anchor=False)
+        )
 
     async def fetch(self, update: WeightUpdate, *, is_local: bool) -> int:
         """Bring an update to one engine while it serves; returns the bytes fetched.
@@ -250,11 +268,14 @@ class RelayedSync:
             if not is_local:
                 await self._cross(key, is_anchor=is_anchor)
             num_bytes += self._cost.engine_dense_bytes if is_anchor else self._cost.engine_bytes
-            wait_s += times.stage_s(
-                self._cost, self._speeds, gbps=self._local_gbps, latency_s=self.link.latency_s, is_anchor=is_anchor
-            )
+            wait_s += self._stage_s(is_anchor=is_anchor)
         await asyncio.sleep(wait_s)
         return num_bytes
+
+    def _stage_s(self, *, is_anchor: bool) -> float:
+        return times.stage_s(
+            self._cost, self._speeds, gbps=self._local_gbps, latency_s=self.link.latency_s, is_anchor=is_anchor
+        )
 
     def activation_s(self, update: WeightUpdate) -> float:
         """Return how long the engine stands still to take the update: the fixed pause, the writes of each version, one check of all."""
@@ -274,28 +295,23 @@ class RelayedSync:
                 self._crossed.add(key)
 
     def _put(self, version: WeightVersion, key: str, *, base_key: str | None) -> None:
-        """Put a manifest that tells the planner the bytes: one tensor, one cell."""
-        shape = (self._cost.dense_bytes // ITEM_BYTES,)
+        """Put a manifest that tells the planner the bytes: one cell in one blob."""
         is_anchor = base_key is None
-        cell = CellRecord(
-            tensor="weights",
-            box=whole_box(shape),
-            codec=delta.DENSE if is_anchor else delta.SPARSE,
-            blob=f"{key}/blob",
-            offset_bytes=0,
-            length_bytes=self._cost.dense_bytes if is_anchor else self._cost.published_bytes,
-            payload_hash="",
-            state_hash="",
-            num_changed=shape[0] if is_anchor else round(shape[0] * self._cost.changed_fraction),
-        )
+        num_elements = self._cost.dense_bytes // ITEM_BYTES
+        length_bytes = self._cost.dense_bytes if is_anchor else self._cost.published_bytes
+        columns = Columns.empty(1)
+        if length_bytes:
+            columns.codec[0] = Codec.DENSE if is_anchor else Codec.SPARSE
+            columns.num_changed[0] = num_elements if is_anchor else num_elements * self._cost.changed_fraction
+            columns.blob[0] = 0
         manifest = Manifest(
             version=version,
             base=None if base_key is None else version_of_key(base_key),
             base_key=base_key,
             anchor_key=key if is_anchor else self._anchor_key,
-            tensors=(TensorSpec(name="weights", shape=shape, dtype="bfloat16"),),
-            aliases={},
-            cells=(cell,),
+            map_key="",
+            blobs=(BlobEntry(key=f"{key}/blob", length_bytes=length_bytes, checksum=""),) if length_bytes else (),
+            columns=columns,
         )
         self._store.put(key, manifest.to_bytes())
         self._is_anchor[key] = is_anchor
@@ -306,5 +322,13 @@ class RelayedSync:
         self._store.compare_and_set(POINTER, self._store.read_pointer(POINTER), key)
         self._version, self._newest_key = version, key
         self._plans.clear()
-        for n in [n for n in self._keys_by_n if n < self._anchor.n and n <= version.n - self._keep]:
+        self._stored[version.n] = StoredVersion(
+            n=version.n,
+            bytes_delta=self._cost.published_bytes if version.n else None,
+            bytes_anchor=self._cost.dense_bytes if self._anchor == version else None,
+        )
+        plan = plan_retention(self._retention, RetentionSnapshot(versions=tuple(self._stored.values())))
+        self._is_anchor_due = plan.is_anchor_due
+        for n in plan.delete:
             self._store.delete(self._keys_by_n.pop(n))
+            del self._stored[n]

@@ -76,6 +76,7 @@ class Outcome:
             the same phases as those of ``serving``.
         serving: Latency of serving beside it; ``None`` where the strategy runs on no serving device.
         num_events: Steps of the event loop, for judging speed.
+        link_bytes: Of weights that crossed the thin link.
     """
 
     strategy: str
@@ -104,3 +105,4 @@ class Outcome:
     alone_tpot_p99_ms: float | None
     serving: ServingOutcome | None
     num_events: int
+    link_bytes: int = 0

@@ -12,13 +12,15 @@ from collections.abc import Callable, Sequence
 import attrs
 
 from rose.observe.latency import percentile
-from rose.pool import RolloutPool
+from rose.policies.weight_pull import ClusterSnapshot, PullAction, PullCandidate, estimate_loan, plan_pulls
+from rose.pool import EngineAccount, RolloutPool, WeightPull
 from rose.simulation.outcome import StepOutcome
 from rose.simulation.rollouts import TrajectoryRecord, TrajectoryRunner
 from rose.simulation.strategies import Strategy
 from rose.simulation.supply import Supply
 from rose.simulation.trajectories import GroupPlan, TrajectoryPlan, TrajectorySource
 from rose.simulation.world import World
+from rose.types import EngineId, EngineKind
 
 _MAX_CURVE_POINTS = 64
 _P75 = 75.0
@@ -45,6 +47,7 @@ class Job:
     records: list[TrajectoryRecord] = attrs.field(factory=list)
     floors_s: list[float] = attrs.field(factory=list)
     completion: tuple[tuple[float, float], ...] = ()
+    _was_pushed: bool | None = None
 
     @property
     def num_groups(self) -> int:
@@ -56,12 +59,42 @@ class Job:
         """Return the virtual time."""
         return self.world.loop.time()
 
+    def is_pushed(self) -> bool:
+        """Tell whether the next version crosses to the other cluster before it is visible, or once an engine there asks.
+
+        Under ``economic`` it does when it would pay for the engines that were lent so far.
+        """
+        is_wanted = self.supply.is_remote and self.world.num_lent > 0
+        if is_wanted and self.pool.config.weight_pull is WeightPull.ECONOMIC:
+            self._was_pushed = is_wanted = self._pays()
+        return is_wanted
+
+    def _pays(self) -> bool:
+        accounts = self.pool.accounts().values()
+        own = [_rate(account) for account in accounts if account.kind is EngineKind.DEDICATED]
+        lent = [_rate(account) for account in accounts if account.kind is EngineKind.BORROWED and account.num_tokens]
+        config, cost = self.pool.config.pull, self.world.relay.next_cost()
+        engine = PullCandidate(
+            engine_id=EngineId("any"),
+            is_dedicated=False,
+            pieces=cost.pieces,
+            versions_behind=None,
+            loan=estimate_loan(config, ended_s=self.pool.ended_loans_s, running_s=(), age_s=0.0),
+            tokens_per_s=self.world.num_lent * sum(lent) / len(lent) if lent else None,
+            stage_s=cost.stage_s,
+            was_pulling=self._was_pushed,
+        )
+        cluster = ClusterSnapshot(
+            candidates=[engine], link_bytes_per_s=cost.link_bytes_per_s, job_tokens_per_s=sum(own) or None
+        )
+        return plan_pulls(config, cluster)[engine.engine_id].action is PullAction.PULL
+
     async def train_and_sync(self) -> tuple[float, float]:
         """Train, publish, bring the engines up to date; returns how long either took."""
         begun_s = self.now()
         await asyncio.sleep(self.train_s)
         trained_s = self.now()
-        await self.world.relay.publish(is_remote=self.supply.is_remote and self.world.num_lent > 0)
+        await self.world.relay.publish(is_remote=self.is_pushed())
         await self.pool.sync_weights(self.world.relay)
         return trained_s - begun_s, self.now() - trained_s
 
@@ -93,6 +126,11 @@ class Job:
         )
         if not self.completion:
             self.completion = _curve(sorted(record.ended_s - begun_s for record in records))
+
+
+def _rate(account: EngineAccount) -> float:
+    time_s = account.busy_s if account.kind is EngineKind.DEDICATED else account.present_s
+    return account.num_tokens / time_s if time_s else 0.0
 
 
 def _curve(ends_s: Sequence[float]) -> tuple[tuple[float, float], ...]:

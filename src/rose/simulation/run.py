@@ -140,6 +140,7 @@ def _pool_config(scenario: Scenario, strategy: Strategy) -> PoolConfig:
         routing=routing,
         stall_s=_STALL_S if strategy.is_capped else _PATIENT_S,
         reading_interval_s=_READING_S,
+        weight_pull=scenario.link.weight_pull,
         reading_timeout_s=30.0,
         max_trajectories=max(100_000, 10 * scenario.rollout.num_trajectories),
     )
@@ -195,6 +196,7 @@ def _outcome(job: Job, seed: int) -> Outcome:
         alone_tpot_p50_ms=None if beside is None else beside.tpot_p50_ms,
         alone_tpot_p99_ms=None if beside is None else beside.tpot_p99_ms,
         serving=serving,
+        link_bytes=world.relay.link.delivered_bytes,
         num_events=world.loop.num_callbacks,
     )
 

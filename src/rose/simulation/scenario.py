@@ -12,6 +12,7 @@ import attrs
 
 from rose import checks
 from rose.errors import ConfigError
+from rose.pool import WeightPull
 
 
 class Algorithm(enum.Enum):
@@ -159,6 +160,7 @@ class LinkConfig:
         latency_s: Of one blob.
         changed_fraction: Share of the weights' bits that a step changes.
         model: Whose tensors travel, see ``rose.simulation.sync``; by default the rollout profile's.
+        weight_pull: When borrowed engines fetch a version: always, or when their loans are likely to pay for the bytes.
     """
 
     gbps: float = attrs.field(default=100.0, validator=checks.number(above=0, at_most=1e6))
@@ -166,6 +168,7 @@ class LinkConfig:
     latency_s: float = attrs.field(default=0.002, validator=checks.number(at_least=0, at_most=60))
     changed_fraction: float = attrs.field(default=0.02, validator=checks.number(at_least=0, at_most=1))
     model: str | None = attrs.field(default=None, validator=checks.optional(checks.text()))
+    weight_pull: WeightPull = attrs.field(default=WeightPull.ALWAYS, validator=checks.instance(WeightPull))
 
 
 @attrs.frozen(kw_only=True)

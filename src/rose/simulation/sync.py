@@ -9,30 +9,38 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 
 import attrs
 
 from rose.errors import ConfigError
 from rose.simulation.model_shapes import LAYER_PREFIX, ModelShape, engine_layout, fsdp_layout, model_shape
+from rose.transfer.blobs import MAX_BLOB_BYTES, MIN_BLOB_BYTES
 from rose.transfer.delta import expected_bytes
-from rose.transfer.encoder import MAX_BLOB_BYTES
 from rose.transfer.layout import bits_dtype
 from rose.transfer.plan import Cell, plan_source
 
 ITEM_BYTES = bits_dtype("bfloat16").itemsize
-RECORD_BYTES = 127
-"""Of one cell in a manifest: mean of a manifest of Qwen3-32B from 32 ranks to 4."""
+RECORD_BYTES = 29
+"""Of one cell in a manifest."""
+PART_RECORD_BYTES = 190
+"""Of one cell in the part that a trainer rank sends to the first one: as in the manifest, and where it lies."""
+BLOB_ENTRY_BYTES = 75
+"""Of one blob in either."""
 PAPER_BUCKET_BYTES = 64 << 20
 PAPER_PULL_BYTES = 1 << 30
-PAPER_BUCKET_S = 0.0187
+PAPER_BUCKET_S = 0.0174
 _COO_BYTES = 4 + ITEM_BYTES
+_BUFFER_FRACTION = 0.02
+_CODE_BYTES, _ESCAPE_BYTES, _ESCAPED_FRACTION = 0.5, 2, 0.001
+_SHORT_GAP, _MEDIUM_GAP = 96, 1536
 
 ASSUMPTIONS = (
     "every bfloat16 value changes with the same chance, on its own, in every tensor",
-    "one thread a trainer rank compares, encodes and hashes, one an engine rank decodes, as in the processes that ship; "
-    "copies between device and host are not counted",
+    "changes are of one or a few ulps, as AdamW's steps on bfloat16 are",
+    "one thread a trainer rank compares, encodes, compresses and sums, two an engine rank decode and resolve; copies between device "
+    "and host are not counted",
     "an engine reads from the relay of its own cluster at its own links' speed, however many others read at that time",
     "an activation reads and writes device memory at its full bandwidth; the host's part of it is the fixed pause",
 )
@@ -57,6 +65,7 @@ class SyncCost:
         engine_dense_bytes: Full weights as one engine holds them: what is replicated counts on every rank.
         engine_blobs: One engine rank fetches, one after another; at most.
         num_cells: Records in the manifest.
+        engine_cells: Cells that one engine rank needs; at most.
         num_training_ranks, gpus_per_engine: Trainer and engine ranks.
         changed_fraction: Share of the values that changed.
         overhead_s: Beside bytes and records, before the version is visible; 0 for ROSE's own transfer.
@@ -70,6 +79,7 @@ class SyncCost:
     engine_dense_bytes: int
     engine_blobs: int
     num_cells: int
+    engine_cells: int
     num_training_ranks: int
     gpus_per_engine: int
     changed_fraction: float
@@ -77,8 +87,13 @@ class SyncCost:
 
     @property
     def manifest_bytes(self) -> int:
-        """The record that lists the cells; it is put in parts by the trainer ranks and whole by the first of them."""
-        return self.num_cells * RECORD_BYTES
+        """The record that lists cells and blobs, put by the first trainer rank."""
+        return self.num_cells * RECORD_BYTES + self.num_blobs * BLOB_ENTRY_BYTES
+
+    @property
+    def part_bytes(self) -> int:
+        """The records from which the first trainer rank joins it, put by all of them."""
+        return self.num_cells * PART_RECORD_BYTES + self.num_blobs * BLOB_ENTRY_BYTES
 
     @property
     def rank_dense_bytes(self) -> float:
@@ -107,7 +122,11 @@ def sync_cost(model: str, *, num_training_ranks: int, gpus_per_engine: int, chan
     _check(num_training_ranks, gpus_per_engine, changed_fraction)
     ranks = _plan(model_shape(model), num_training_ranks, gpus_per_engine)
     size = functools.cache(lambda num_elements: expected_bytes(num_elements, changed_fraction, itemsize=ITEM_BYTES))
-    blobs = [_count_blobs((cell.targets, size(cell.box.num_elements)) for cell in cells) for cells in ranks]
+    streams = functools.cache(lambda num_elements: stream_bytes(num_elements, changed_fraction))
+    blobs = [
+        _count_blobs([(cell.targets, streams(cell.box.num_elements)) for cell in cells], _fill(cells))
+        for cells in ranks
+    ]
     sent = [(size(cell.box.num_elements), len(cell.targets)) for cells in ranks for cell in cells]
     return SyncCost(
         published_bytes=round(sum(num_bytes for num_bytes, _ in sent)),
@@ -115,6 +134,7 @@ def sync_cost(model: str, *, num_training_ranks: int, gpus_per_engine: int, chan
         num_blobs=sum(sum(counts.values()) for counts in blobs),
         engine_blobs=max(_blobs_by_target(blobs).values(), default=0),
         num_cells=sum(map(len, ranks)),
+        engine_cells=max(Counter(target for cells in ranks for cell in cells for target in cell.targets).values()),
         **_whole_figures(ranks, gpus_per_engine),
         changed_fraction=changed_fraction,
     )
@@ -144,6 +164,7 @@ def paper_sync_cost(model: str, *, num_training_ranks: int, gpus_per_engine: int
         num_blobs=sum(math.ceil(num_bytes / PAPER_BUCKET_BYTES) for num_bytes in sent),
         engine_blobs=math.ceil(max(pulled.values()) / PAPER_PULL_BYTES),
         num_cells=0,
+        engine_cells=0,
         **whole,
         changed_fraction=changed_fraction,
         overhead_s=math.ceil(whole["dense_bytes"] / PAPER_BUCKET_BYTES) * PAPER_BUCKET_S,
@@ -173,7 +194,24 @@ def _plan(shape: ModelShape, num_training_ranks: int, gpus_per_engine: int) -> t
     return tuple(ranks)
 
 
-def _count_blobs(payloads: Iterable[tuple[tuple[str, ...], float]]) -> dict[tuple[str, ...], int]:
+def stream_bytes(num_elements: int, changed_fraction: float) -> float:
+    """Return about how many bytes a cell's changes take before compression, which is what fills blobs."""
+    if not changed_fraction:
+        return 0.0
+    mean_gap = (1 - changed_fraction) / changed_fraction
+    gap_bytes = 1 + (0 if mean_gap < _SHORT_GAP else 0.5 if mean_gap < _MEDIUM_GAP else 1)
+    each = gap_bytes + _CODE_BYTES + _ESCAPED_FRACTION * _ESCAPE_BYTES
+    return min(float(num_elements * ITEM_BYTES), num_elements * changed_fraction * each)
+
+
+def _fill(cells: Sequence[Cell]) -> float:
+    """Return the bytes at which the encoder of these cells closes a blob."""
+    shard_bytes = ITEM_BYTES * sum(cell.box.num_elements for cell in cells)
+    num_streams = max(1, len({cell.targets for cell in cells}))
+    return min(MAX_BLOB_BYTES, max(MIN_BLOB_BYTES, int(_BUFFER_FRACTION * shard_bytes / num_streams)))
+
+
+def _count_blobs(payloads: Iterable[tuple[tuple[str, ...], float]], fill_bytes: float) -> dict[tuple[str, ...], int]:
     """Return targets -> blobs, as ``BlobWriter`` packs one rank's payloads."""
     counts: defaultdict[tuple[str, ...], int] = defaultdict(int)
     open_bytes: dict[tuple[str, ...], float] = {}
@@ -183,7 +221,7 @@ def _count_blobs(payloads: Iterable[tuple[tuple[str, ...], float]]) -> dict[tupl
         if targets not in open_bytes:
             counts[targets] += 1
         open_bytes[targets] = open_bytes.get(targets, 0.0) + num_bytes
-        if open_bytes[targets] >= MAX_BLOB_BYTES:
+        if open_bytes[targets] >= fill_bytes:
             del open_bytes[targets]
     return dict(counts)
 

@@ -9,7 +9,7 @@ import attrs
 import numpy as np
 
 from rose.interfaces.trainer import ShardSpec, TensorSpec, Trainer
-from rose.transfer.layout import bits_dtype, slices_in, split_evenly, whole_box
+from rose.transfer.layout import bits_dtype, read_whole, slices_in, split_evenly, whole_box
 
 DEFAULT_TENSORS = (
     TensorSpec(name="model.embed_tokens.weight", shape=(10, 4), dtype="bfloat16"),
@@ -109,7 +109,7 @@ class TrainerRecord(Trainer):
             world_size=trainer.world_size,
             tensor_specs=dict(trainer.tensors()),
             boxes=dict(trainer.layout()),
-            bits={name: np.array(bits) for name, bits in trainer.shards().items()},
+            bits={name: np.array(read_whole(bits)) for name, bits in trainer.shards().items()},
         )
 
     def tensors(self) -> Mapping[str, TensorSpec]:

@@ -11,7 +11,7 @@ import attrs
 from attrs import validators as v
 
 from rose.errors import BlobNotFoundError, TransportError
-from rose.interfaces.transport import Transport
+from rose.interfaces.transport import Payload, Transport
 from rose.types import TransportAddress
 
 
@@ -26,6 +26,14 @@ class TransportFaultKind(enum.Enum):
     """One bit of the payload is flipped on its way."""
     TRUNCATE = "truncate"
     """The payload loses its second half on its way."""
+    TEAR = "tear"
+    """The second half of the payload arrives as zeros; its length is right."""
+    DUPLICATE = "duplicate"
+    """The call is handed on twice."""
+    REORDER = "reorder"
+    """A ``put`` returns as if it had worked, but has its effect only after the next ``put``, or at ``flush``."""
+    LOSE_ANSWER = "lose_answer"
+    """The call has its effect, and then raises ``TransportError``."""
     DELAY = "delay"
     """The call takes ``delay_s`` longer."""
 
@@ -62,28 +70,67 @@ class FaultyTransport(Transport):
         self, inner: Transport, faults: Sequence[TransportFault] = (), *, sleep: Callable[[float], None] = time.sleep
     ) -> None:
         self.inner = inner
-        self.faults = tuple(faults)
         self._sleep = sleep
         self._lock = threading.Lock()
-        self._num_calls = [0] * len(self.faults)
+        self._held_back: list[tuple[str, Payload]] = []
+        self.faults = tuple(faults)
 
-    def put(self, key: str, payload: bytes | memoryview) -> None:
-        """Write a blob, or drop, spoil or delay it."""
+    @property
+    def faults(self) -> tuple[TransportFault, ...]:
+        """What goes wrong; setting it counts calls anew."""
+        return self._faults
+
+    @faults.setter
+    def faults(self, faults: Sequence[TransportFault]) -> None:
+        with self._lock:
+            self._faults = tuple(faults)
+            self._num_calls = [0] * len(self._faults)
+            self._num_met = [0] * len(self._faults)
+
+    @property
+    def num_met(self) -> tuple[int, ...]:
+        """Return how often each fault has happened."""
+        with self._lock:
+            return tuple(self._num_met)
+
+    def put(self, key: str, payload: Payload) -> None:
+        """Write a blob, or drop, spoil, repeat, reorder or delay it."""
         kinds = self._meet("put", key)
-        if TransportFaultKind.DROP not in kinds:
-            self.inner.put(key, _spoil(bytes(payload), kinds) if kinds else payload)
+        if TransportFaultKind.DROP in kinds:
+            return
+        sent = _spoil(bytes(payload), kinds) if kinds else payload
+        if TransportFaultKind.REORDER in kinds:
+            with self._lock:
+                self._held_back.append((key, sent))
+            return
+        for _ in range(1 + (TransportFaultKind.DUPLICATE in kinds)):
+            self.inner.put(key, sent)
+        self.flush()
+        self._lose_answer("put", key, kinds)
 
-    def get(self, key: str) -> bytes:
+    def flush(self) -> None:
+        """Write what was held back."""
+        with self._lock:
+            late, self._held_back = self._held_back, []
+        for key, payload in late:
+            self.inner.put(key, payload)
+
+    def get(self, key: str) -> Payload:
         """Read a blob, or lose, spoil or delay it."""
         kinds = self._meet("get", key)
         if TransportFaultKind.DROP in kinds:
             message = f"no blob {key!r} (injected fault)"
             raise BlobNotFoundError(message)
-        return _spoil(self.inner.get(key), kinds)
+        found = self.inner.get(key)
+        self._lose_answer("get", key, kinds)
+        return _spoil(bytes(found), kinds) if kinds else found
 
     def delete(self, keys: Sequence[str]) -> None:
         """Remove blobs, or do not."""
-        self.inner.delete([key for key in keys if TransportFaultKind.DROP not in self._meet("delete", key)])
+        kinds_by_key = {key: self._meet("delete", key) for key in keys}
+        self.inner.delete([key for key, kinds in kinds_by_key.items() if TransportFaultKind.DROP not in kinds])
+        for key, kinds in kinds_by_key.items():
+            self._lose_answer("delete", key, kinds)
 
     def read_pointer(self, name: str) -> str | None:
         """Read a pointer, late or not at all."""
@@ -91,8 +138,14 @@ class FaultyTransport(Transport):
 
     def compare_and_set(self, name: str, expected: str | None, value: str) -> bool:
         """Move a pointer, late or not at all; a dropped call loses."""
-        is_dropped = TransportFaultKind.DROP in self._meet("compare_and_set", name)
-        return not is_dropped and self.inner.compare_and_set(name, expected, value)
+        kinds = self._meet("compare_and_set", name)
+        if TransportFaultKind.DROP in kinds:
+            return False
+        was_set = self.inner.compare_and_set(name, expected, value)
+        if TransportFaultKind.DUPLICATE in kinds:
+            was_set = self.inner.compare_and_set(name, expected, value)
+        self._lose_answer("compare_and_set", name, kinds)
+        return was_set
 
     def address(self) -> TransportAddress:
         """Return the inner transport's address: whoever opens it meets no faults."""
@@ -106,11 +159,12 @@ class FaultyTransport(Transport):
         """Count the call, wait or fail if a fault says so, and return what is to go wrong with the payload."""
         met = []
         with self._lock:
-            for i, fault in enumerate(self.faults):
+            for i, fault in enumerate(self._faults):
                 if fault.method != method or fault.key not in key:
                     continue
                 if fault.call_index in (None, self._num_calls[i]):
                     met.append(fault)
+                    self._num_met[i] += 1
                 self._num_calls[i] += 1
         for fault in met:
             if fault.kind is TransportFaultKind.DELAY:
@@ -121,10 +175,18 @@ class FaultyTransport(Transport):
             raise TransportError(message)
         return kinds
 
+    def _lose_answer(self, method: str, key: str, kinds: set[TransportFaultKind]) -> None:
+        if TransportFaultKind.LOSE_ANSWER in kinds:
+            message = f"the answer to {method}({key!r}) was lost (injected fault)"
+            raise TransportError(message)
+
 
 def _spoil(payload: bytes, kinds: set[TransportFaultKind]) -> bytes:
     if TransportFaultKind.TRUNCATE in kinds:
         payload = payload[: len(payload) // 2]
+    if TransportFaultKind.TEAR in kinds:
+        half = len(payload) // 2
+        payload = payload[:half] + bytes(len(payload) - half)
     if TransportFaultKind.CORRUPT in kinds and payload:
         middle = len(payload) // 2
         payload = payload[:middle] + bytes([payload[middle] ^ 1]) + payload[middle + 1 :]

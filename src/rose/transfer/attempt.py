@@ -64,9 +64,19 @@ class Attempt:
         """Return the key under which a failing rank says why."""
         return f"{self.prefix}/failed"
 
+    @property
+    def decision_key(self) -> str:
+        """Return the key under which rank 0 says what goes."""
+        return decision_key(self.manifest_key)
+
     def part_key(self, rank: int) -> str:
         """Return the key of a rank's part record."""
         return f"{self.prefix}/part-{rank}"
+
+
+def decision_key(visible_key: str) -> str:
+    """Return the key of the decision that was made with the version of a manifest key."""
+    return f"{visible_key.rsplit('/', 1)[0]}/keep"
 
 
 def gather_parts(transport: Transport, attempt: Attempt, world_size: int) -> list[Part]:
@@ -90,6 +100,7 @@ def gather_parts(transport: Transport, attempt: Attempt, world_size: int) -> lis
         return f"parts of ranks {[rank for rank in range(world_size) if rank not in parts]}"
 
     _wait(transport, attempt, look, missing)
+    _check_failure(transport, attempt)  # parts of an attempt that was given up may be another launch's
     return [parts[rank] for rank in range(world_size)]
 
 
@@ -123,12 +134,16 @@ def announce_failure(transport: Transport, attempt: Attempt, rank: int, error: B
 def _wait(transport: Transport, attempt: Attempt, look: Callable[[], bool], what: Callable[[], str]) -> None:
     pause_s = _POLL_MIN_S
     while not look():
-        with contextlib.suppress(BlobNotFoundError):
-            reason = bytes(transport.get(attempt.failure_key)).decode()
-            message = f"version {attempt.version} (attempt {attempt.number}) was given up by {reason}"
-            raise TransferError(message)
+        _check_failure(transport, attempt)
         if time.monotonic() >= attempt.deadline_s:
             message = f"version {attempt.version} (attempt {attempt.number}): gave up waiting for {what()}"
             raise DeadlineExceededError(message)
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, _POLL_MAX_S)
+
+
+def _check_failure(transport: Transport, attempt: Attempt) -> None:
+    with contextlib.suppress(BlobNotFoundError):
+        reason = bytes(transport.get(attempt.failure_key)).decode(errors="replace")
+        message = f"version {attempt.version} (attempt {attempt.number}) was given up by {reason}"
+        raise TransferError(message)

@@ -6,6 +6,7 @@ A box is a ``ShardSpec`` in global coordinates. A scalar has one box of shape ``
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise, product
 from math import prod
 from typing import Any
 
@@ -13,7 +14,10 @@ import attrs
 import numpy as np
 
 from rose.errors import LayoutMismatchError
-from rose.interfaces.trainer import ShardSpec, TensorSpec
+from rose.interfaces.trainer import ShardBits, ShardSpec, TensorSpec
+from rose.transfer.kernels import Rows
+
+_Ints = np.ndarray[Any, np.dtype[np.int64]]
 
 _BITS_BY_DTYPE = {
     "bool": "<u1",
@@ -72,6 +76,11 @@ def slices_in(box: ShardSpec, outer: ShardSpec) -> tuple[slice, ...]:
     )
 
 
+def read_whole(bits: ShardBits) -> np.ndarray[Any, np.dtype[Any]]:
+    """Return the patterns of a whole box, which may be a view."""
+    return np.asarray(bits[tuple(slice(0, size) for size in bits.shape)])  # numpy gives scalars for ()
+
+
 def find_box_problem(shape: tuple[int, ...], box: ShardSpec) -> str | None:
     """Say why a box is no box of a tensor of this shape, or return ``None``."""
     if len(box.offset) != len(shape) or len(box.shape) != len(shape):
@@ -92,19 +101,123 @@ def find_cover_problem(shape: tuple[int, ...], boxes: Sequence[ShardSpec]) -> st
     covered = sum(box.num_elements for box in filled)
     if covered != prod(shape):
         return f"boxes hold {covered} of {prod(shape)} elements"
-    if len(filled) > 1 and _has_overlap(filled):
+    if has_overlap(filled):
         return "boxes overlap"
     return None
 
 
-def _has_overlap(boxes: Sequence[ShardSpec]) -> bool:
-    starts = np.array([box.offset for box in boxes], dtype=np.int64)
-    ends = starts + np.array([box.shape for box in boxes], dtype=np.int64)
-    for i in range(len(boxes) - 1):
+def has_overlap(boxes: Sequence[ShardSpec]) -> bool:
+    """Say whether two of the boxes of one tensor share an element."""
+    filled = [box for box in boxes if box.num_elements]
+    if len(filled) < 2 or not filled[0].shape:  # noqa: PLR2004 - two make a pair
+        return len(filled) > 1
+    cut_dims = [d for d in range(len(filled[0].shape)) if len({(box.offset[d], box.shape[d]) for box in filled}) > 1]
+    if len(cut_dims) == 1:
+        dim = cut_dims[0]
+        spans = sorted((box.offset[dim], box.offset[dim] + box.shape[dim]) for box in filled)
+        return any(first[1] > second[0] for first, second in pairwise(spans))
+    starts = np.array([box.offset for box in filled], dtype=np.int64)
+    return _has_overlap(starts, starts + np.array([box.shape for box in filled], dtype=np.int64))
+
+
+def boxes_overlap(starts: _Ints, ends: _Ints) -> bool:
+    """Say whether two of many non-empty boxes ``[num_boxes, num_dims]`` of one tensor share an element."""
+    if len(starts) < 2:  # noqa: PLR2004 - two make a pair
+        return False
+    if not starts.shape[1]:
+        return True
+    return _has_overlap(starts, ends)
+
+
+def _has_overlap(starts: _Ints, ends: _Ints) -> bool:
+    """Split the boxes at the planes that cut none of them, again and again; compare pairs only where no plane is left."""
+    if len(starts) == 1:
+        return False
+    for dim in range(starts.shape[1]):
+        order = np.argsort(starts[:, dim], kind="stable")
+        reached = np.maximum.accumulate(ends[order, dim])
+        planes = np.flatnonzero(starts[order[1:], dim] >= reached[:-1]) + 1
+        if len(planes):
+            return any(_has_overlap(starts[group], ends[group]) for group in np.split(order, planes))
+    for i in range(len(starts) - 1):
         shared = np.minimum(ends[i], ends[i + 1 :]) > np.maximum(starts[i], starts[i + 1 :])
         if bool(shared.all(axis=1).any()):
             return True
     return False
+
+
+def rows_of(box: ShardSpec, shape: tuple[int, ...]) -> Rows:
+    """Return where a box lies in a tensor as equally long rows at equal distances; a contiguous box is one row.
+
+    Raises:
+        LayoutMismatchError: The box is not of that form; ``split_into_rows`` cuts it into boxes that are.
+    """
+    row_len, levels = _levels(box, shape)
+    if len(levels) > 1:
+        message = f"box {box.offset}+{box.shape} of shape {shape} is not rows at equal distances"
+        raise LayoutMismatchError(message)
+    strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    start = sum(offset * stride for offset, stride in zip(box.offset, strides, strict=True))
+    num_rows, stride = levels[0][1:] if levels else (1, row_len)
+    return Rows(num_rows=num_rows, row_len=row_len, start=start, stride=stride)
+
+
+def split_into_rows(box: ShardSpec, shape: tuple[int, ...]) -> list[ShardSpec]:
+    """Cut a box along outer dimensions into as few boxes as have rows at equal distances, in row-major order."""
+    _, levels = _levels(box, shape)
+    if len(levels) < 2:  # noqa: PLR2004 - rows of rows are two levels
+        return [box]
+    kept = max(levels, key=lambda level: level[1])
+    dims = [dim for level in levels if level is not kept for dim in level[0]]
+    offsets = product(*(range(box.offset[dim], box.offset[dim] + box.shape[dim]) for dim in dims))
+    return [_pinned(box, dims, at) for at in offsets]
+
+
+def split_to_size(box: ShardSpec, max_elements: int) -> list[ShardSpec]:
+    """Cut a box into near-equal pieces of at most so many elements, in row-major order, along its outermost dimensions."""
+    if box.num_elements <= max_elements:
+        return [box]
+    dim = next(dim for dim, size in enumerate(box.shape) if size > 1)
+    size = box.shape[dim]
+    slices_a_piece = max(1, max_elements * size // box.num_elements)
+    num_pieces = -(-size // slices_a_piece)
+    edges = [box.offset[dim] + size * i // num_pieces for i in range(num_pieces + 1)]
+    pieces = [_replaced(box, dim, start, end - start) for start, end in pairwise(edges)]
+    return [part for piece in pieces for part in split_to_size(piece, max_elements)]
+
+
+def _levels(box: ShardSpec, shape: tuple[int, ...]) -> tuple[int, list[tuple[list[int], int, int]]]:
+    """Return the length of contiguous rows, and the levels of rows, outermost first: dimensions, how many, distance."""
+    if not box.num_elements:
+        return 0, []
+    row_len, stride = 1, 1
+    levels: list[tuple[list[int], int, int]] = []
+    for dim in reversed(range(len(shape))):
+        size = box.shape[dim]
+        if size == 1:
+            pass
+        elif not levels and row_len == stride:
+            row_len *= size
+        elif levels and levels[-1][1] * levels[-1][2] == stride:  # the rows go on at the same distance
+            dims, count, distance = levels[-1]
+            levels[-1] = ([dim, *dims], count * size, distance)
+        else:
+            levels.append(([dim], size, stride))
+        stride *= shape[dim]
+    return row_len, levels[::-1]
+
+
+def _pinned(box: ShardSpec, dims: Sequence[int], at: Sequence[int]) -> ShardSpec:
+    for dim, start in zip(dims, at, strict=True):
+        box = _replaced(box, dim, start, 1)
+    return box
+
+
+def _replaced(box: ShardSpec, dim: int, start: int, size: int) -> ShardSpec:
+    return ShardSpec(
+        offset=(*box.offset[:dim], start, *box.offset[dim + 1 :]),
+        shape=(*box.shape[:dim], size, *box.shape[dim + 1 :]),
+    )
 
 
 def split_evenly(size: int, num_parts: int) -> list[tuple[int, int]]:
@@ -189,6 +302,4 @@ def _split_box(shape: tuple[int, ...], dim: int | None, rank: int, num_ranks: in
     if dim is None:
         return whole_box(shape)
     start, length = split_evenly(shape[dim], num_ranks)[rank]
-    offset, sizes = [0] * len(shape), list(shape)
-    offset[dim], sizes[dim] = start, length
-    return ShardSpec(offset=tuple(offset), shape=tuple(sizes))
+    return _replaced(whole_box(shape), dim, start, length)

@@ -9,67 +9,115 @@ import attrs
 
 from rose.errors import CorruptUpdateError
 from rose.interfaces.trainer import ShardSpec
-from rose.transfer.manifest import CellRecord, cells_from_rows, cells_to_rows, pack_record, unpack_record
+from rose.interfaces.transport import Payload
+from rose.transfer import records
+from rose.transfer.cells import (
+    BlobEntry,
+    Columns,
+    blobs_from_json,
+    blobs_to_json,
+)
+from rose.transfer.geometry import Geometry
 
-SCHEMA = "rose.part/1"
+SCHEMA = "rose.part/2"
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen(kw_only=True, eq=False)
+class Share:
+    """Rows and blobs of one rank's cells."""
+
+    columns: Columns
+    blobs: tuple[BlobEntry, ...]
+
+    @property
+    def bytes_sent(self) -> int:
+        """Return the size of the blobs, in bytes."""
+        return sum(blob.length_bytes for blob in self.blobs)
+
+
+@attrs.frozen(kw_only=True, eq=False)
 class Part:
     """One rank's share of one attempt at a version.
 
     Attributes:
         rank: The trainer rank.
-        is_full: Whether the cells hold whole weights rather than changes.
+        is_full: Whether ``changes`` hold whole weights.
         tensors_hash: Checksum of the tensor list and tied names, which must be the same on every rank.
         layout: The boxes the rank holds.
-        cells: Its cells.
-        anchor_cells: Whole weights beside the changes, when an anchor was asked for and ``cells`` are changes.
+        cells: Its cells, over the names of all tensors.
+        changes: What it sends of them.
+        anchor: Whole weights beside the changes, when an anchor was asked for and ``changes`` are changes.
     """
 
     rank: int
     is_full: bool
     tensors_hash: str
     layout: Mapping[str, ShardSpec]
-    cells: tuple[CellRecord, ...]
-    anchor_cells: tuple[CellRecord, ...] | None
+    cells: Geometry
+    changes: Share
+    anchor: Share | None
 
     @property
-    def full_cells(self) -> tuple[CellRecord, ...] | None:
-        """Return the cells that hold whole weights, if the rank sent such."""
-        return self.cells if self.is_full else self.anchor_cells
+    def full(self) -> Share | None:
+        """Return what holds whole weights, if the rank sent such."""
+        return self.changes if self.is_full else self.anchor
 
-    def to_bytes(self) -> bytes:
+    def to_bytes(self) -> bytearray:
         """Return the record that ``from_bytes`` reads."""
-        return pack_record(
-            {
-                "schema": SCHEMA,
-                "rank": self.rank,
-                "is_full": self.is_full,
-                "tensors_hash": self.tensors_hash,
-                "layout": {name: [list(box.offset), list(box.shape)] for name, box in self.layout.items()},
-                "changes": cells_to_rows(self.cells),
-                "anchor": None if self.anchor_cells is None else cells_to_rows(self.anchor_cells),
-            }
-        )
+        header = {
+            "rank": self.rank,
+            "is_full": self.is_full,
+            "tensors_hash": self.tensors_hash,
+            "layout": {name: [list(box.offset), list(box.shape)] for name, box in self.layout.items()},
+            "names": list(self.cells.names),
+            "blobs": blobs_to_json(self.changes.blobs),
+            "anchor_blobs": None if self.anchor is None else blobs_to_json(self.anchor.blobs),
+        }
+        arrays = {**self.cells.arrays(), **self.changes.columns.arrays()}
+        if self.anchor is not None:
+            arrays |= self.anchor.columns.arrays("anchor_")
+        return records.pack(SCHEMA, header, arrays)
 
     @classmethod
-    def from_bytes(cls, payload: bytes) -> Part:
+    def from_bytes(cls, payload: Payload) -> Part:
         """Read a part.
 
         Raises:
             CorruptUpdateError: It is damaged or of another schema.
         """
-        data: dict[str, Any] = unpack_record(payload, SCHEMA)
+        header, arrays = records.unpack(payload, SCHEMA)
         try:
+            _check_fields(header)
+            cells = Geometry.from_arrays(arrays, header["names"])
+            changes = _share(arrays, header["blobs"], len(cells))
+            anchor = header["anchor_blobs"]
             return cls(
-                rank=data["rank"],
-                is_full=data["is_full"],
-                tensors_hash=data["tensors_hash"],
-                layout={n: ShardSpec(offset=tuple(o), shape=tuple(s)) for n, (o, s) in data["layout"].items()},
-                cells=cells_from_rows(data["changes"]),
-                anchor_cells=None if data["anchor"] is None else cells_from_rows(data["anchor"]),
+                rank=header["rank"],
+                is_full=header["is_full"],
+                tensors_hash=header["tensors_hash"],
+                layout={n: ShardSpec(offset=tuple(o), shape=tuple(s)) for n, (o, s) in header["layout"].items()},
+                cells=cells,
+                changes=changes,
+                anchor=None if anchor is None else _share(arrays, anchor, len(cells), "anchor_"),
             )
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
             message = f"a part has a missing or malformed field: {error!r}"
             raise CorruptUpdateError(message) from error
+
+
+def _check_fields(header: Mapping[str, Any]) -> None:
+    rank, is_full, tensors_hash = header["rank"], header["is_full"], header["tensors_hash"]
+    numbers = [number for box in header["layout"].values() for part in box for number in part]
+    is_sound = type(rank) is int and rank >= 0 and isinstance(is_full, bool) and isinstance(tensors_hash, str)
+    if not (is_sound and all(type(number) is int and number >= 0 for number in numbers)):
+        message = f"rank {rank!r}, is_full {is_full!r}, hash {tensors_hash!r}, layout {header['layout']!r}"
+        raise ValueError(message)
+
+
+def _share(arrays: Mapping[str, Any], blobs: list[list[Any]], num_cells: int, prefix: str = "") -> Share:
+    entries = blobs_from_json(blobs)
+    columns = Columns.from_arrays(arrays, len(entries), prefix)
+    if columns.num_cells != num_cells:
+        message = f"{columns.num_cells} rows for {num_cells} cells"
+        raise ValueError(message)
+    return Share(columns=columns, blobs=entries)

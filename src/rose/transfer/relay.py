@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-from rose.errors import BlobNotFoundError
-from rose.interfaces.transport import Transport
+import contextlib
+from collections.abc import Callable
+from functools import lru_cache
+from typing import TypeVar
+
+from rose.errors import BlobNotFoundError, CorruptUpdateError, TransportError
+from rose.interfaces.transport import Payload, SupportsInvalidate, Transport
+from rose.transfer.blobs import checksum_of
+from rose.transfer.cells import CellMap
+from rose.transfer.delta import digest
 from rose.transfer.manifest import Manifest
 from rose.types import WeightUpdate, WeightVersion
 
 POINTER = "current"
+
+_Record = TypeVar("_Record", Manifest, CellMap)
 
 
 def read_manifest(transport: Transport, key: str) -> Manifest:
@@ -17,7 +27,29 @@ def read_manifest(transport: Transport, key: str) -> Manifest:
         BlobNotFoundError: It is not, or no longer, there.
         CorruptUpdateError: It is damaged.
     """
-    return Manifest.from_bytes(transport.get(key))
+    return _read(transport, key, Manifest.from_bytes)
+
+
+def read_map(transport: Transport, key: str) -> CellMap:
+    """Fetch and check a cell map. Blocking.
+
+    Raises:
+        BlobNotFoundError: It is not, or no longer, there.
+        CorruptUpdateError: It is damaged.
+    """
+    return _read(transport, key, CellMap.from_bytes)
+
+
+def _read(transport: Transport, key: str, parse: Callable[[Payload], _Record]) -> _Record:
+    """Read a record; a damaged copy is read once more from where it came."""
+    payload = transport.get(key)
+    try:
+        return parse(payload)
+    except CorruptUpdateError:
+        if not isinstance(transport, SupportsInvalidate):
+            raise
+        transport.invalidate(key, digest(payload))
+    return parse(transport.get(key))
 
 
 def current_version(transport: Transport, *, pointer: str = POINTER) -> WeightVersion | None:
@@ -31,13 +63,42 @@ def manifest_key(version: WeightVersion, attempt: int) -> str:
     return f"{version.run}/{version.n}/{attempt}/manifest"
 
 
+def map_key(run: str, content: Payload) -> str:
+    """Return the key under which a cell map is put: its content names it."""
+    return f"{run}/cells/{checksum_of(content)}"
+
+
+def announce_pointer(transport: Transport, pointer: str, prefix: str, world_size: int) -> None:
+    """Say which attempt begins, so that relays may fetch its blobs while they are made; best effort. Blocking."""
+    name = f"{pointer}.open"
+    with contextlib.suppress(TransportError):
+        transport.compare_and_set(name, transport.read_pointer(name), f"{prefix} {world_size}")
+
+
 def version_of_key(key: str) -> WeightVersion:
     """Return the version that a manifest key names."""
     run, n, _, _ = key.split("/")
     return WeightVersion(run, int(n))
 
 
-def plan_update(transport: Transport, known: WeightVersion | None, *, pointer: str = POINTER) -> WeightUpdate | None:
+class ManifestReader:
+    """Manifests of a transport by key, the newest few kept: keys are written once, so they cannot change. Thread-safe."""
+
+    def __init__(self, transport: Transport, *, num_kept: int = 64) -> None:
+        self.transport = transport
+        self._read = lru_cache(maxsize=num_kept)(self._fetch)
+
+    def read(self, key: str) -> Manifest:
+        """Do what ``read_manifest`` does, once a key."""
+        return self._read(key)
+
+    def _fetch(self, key: str) -> Manifest:
+        return read_manifest(self.transport, key)
+
+
+def plan_update(
+    transport: Transport, known: WeightVersion | None, *, pointer: str = POINTER, reader: ManifestReader | None = None
+) -> WeightUpdate | None:
     """Choose how an engine reaches the newest version: by deltas from ``known``, or by an anchor and the deltas after it.
 
     Whichever is fewer bytes; an engine of another run, or one that fell behind the retained deltas, gets the anchor.
@@ -47,34 +108,41 @@ def plan_update(transport: Transport, known: WeightVersion | None, *, pointer: s
         transport: Where the versions are published.
         known: The version the engine acknowledged last.
         pointer: Name of the pointer that the publisher moves.
+        reader: Keeps manifests between calls.
 
     Returns:
         The update, or ``None`` when nothing is published or the engine is current.
 
     Raises:
-        BlobNotFoundError: A version was retired during the look-up; ask again.
+        BlobNotFoundError: A version was retired during the look-up, or what leads on is gone or damaged; ask again.
+        CorruptUpdateError: The newest manifest itself is damaged; the next version will do.
     """
     key = transport.read_pointer(pointer)
     if key is None or version_of_key(key) == known:
         return None
-    newest = read_manifest(transport, key)
-    anchor = newest if newest.is_anchor else read_manifest(transport, newest.anchor_key)
-    is_same_run = known is not None and known.run == newest.version.run
-    oldest_n = min(anchor.version.n, known.n) if known is not None and is_same_run else anchor.version.n
-    deltas = _deltas_back_to(oldest_n, transport, key, newest)
+    read = (reader or ManifestReader(transport)).read
+    newest = read(key)
+    anchor = newest if newest.is_anchor else _read_if_sound(read, newest.anchor_key)
+    start = known if known is not None and known.run == newest.version.run else None
+    starts = [version for version in (start, None if anchor is None else anchor.version) if version is not None]
+    oldest_n = min((version.n for version in starts), default=newest.version.n)
+    deltas = _deltas_back_to(oldest_n, read, key, newest)
     paths = []
-    if is_same_run and (tail := _after(known, deltas)):
+    if start is not None and (tail := _after(start, deltas)):
         paths.append((sum(size for _, size in tail.values()), tuple(tail)))
-    if (tail := _after(anchor.version, deltas)) or anchor.version == newest.version:
+    if anchor is not None and ((tail := _after(anchor.version, deltas)) or anchor.version == newest.version):
         paths.append((anchor.bytes_sent + sum(size for _, size in tail.values()), (newest.anchor_key, *tail)))
     if not paths:
-        message = f"deltas between {anchor.version} and {newest.version} were retired during the look-up; ask again"
+        message = (
+            f"what leads from {known} to {newest.version} (anchor {newest.anchor_key!r} and the deltas after it) was "
+            "retired during the look-up, or is damaged; ask again"
+        )
         raise BlobNotFoundError(message)
     return WeightUpdate(target=newest.version, manifest_keys=min(paths)[1], address=transport.address())
 
 
 def _deltas_back_to(
-    oldest_n: int, transport: Transport, key: str, newest: Manifest
+    oldest_n: int, read: Callable[[str], Manifest], key: str, newest: Manifest
 ) -> dict[str, tuple[WeightVersion, int]]:
     """Return manifest key -> (base, bytes) of the deltas after version ``oldest_n``, oldest first, as far as retained."""
     found: dict[str, tuple[WeightVersion, int]] = {}
@@ -84,11 +152,19 @@ def _deltas_back_to(
         if manifest.base.n <= oldest_n:
             break
         key = manifest.base_key
-        try:
-            manifest = read_manifest(transport, key)
-        except BlobNotFoundError:
+        before = _read_if_sound(read, key)
+        if before is None:
             break
+        manifest = before
     return dict(reversed(found.items()))
+
+
+def _read_if_sound(read: Callable[[str], Manifest], key: str) -> Manifest | None:
+    """Return a manifest that may be dispensable, or ``None`` when it is gone or damaged."""
+    try:
+        return read(key)
+    except (BlobNotFoundError, CorruptUpdateError):
+        return None
 
 
 def _after(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -9,6 +10,7 @@ import numpy as np
 
 from rose.errors import LayoutMismatchError
 from rose.interfaces.trainer import ShardSpec, TensorSpec
+from rose.transfer import kernels
 from rose.transfer.delta import Bits
 from rose.transfer.layout import bits_dtype, intersect, slices_in, whole_box
 
@@ -19,7 +21,8 @@ class WeightSink(Protocol):
 
     A ``box`` given to a method lies inside one of the boxes that ``boxes`` lists for that name. Bits are unsigned-integer
     arrays of the tensor's wire dtype. Writes overwrite in place; where a rank keeps several copies of an element (padding,
-    replicated heads, fused parameters) the sink writes all of them.
+    replicated heads, fused parameters) the sink writes all of them. Positions are int32 or int64, ascending, flat row-major
+    within the box. Reads may come from another thread than writes, never at the same time; several threads write disjoint boxes.
     """
 
     def tensors(self) -> Mapping[str, TensorSpec]:
@@ -31,16 +34,78 @@ class WeightSink(Protocol):
     def write_dense(self, name: str, box: ShardSpec, bits: Bits) -> None:
         """Overwrite a box; ``bits`` has the box's shape and may be read-only."""
 
-    def write_sparse(
-        self, name: str, box: ShardSpec, positions: np.ndarray[Any, np.dtype[np.int64]], values: Bits
-    ) -> None:
-        """Overwrite some elements of a box; ``positions`` (int64, ascending) are flat row-major within the box."""
+    def write_sparse(self, name: str, box: ShardSpec, positions: Bits, values: Bits) -> None:
+        """Overwrite some elements of a box."""
 
     def read(self, name: str, box: ShardSpec) -> Bits:
-        """Return the bits of a box as the engine holds them now, in the box's shape."""
+        """Return the bits of a box as the engine holds them now, in the box's shape; may be a view."""
+
+    def gather(self, name: str, box: ShardSpec, positions: Bits) -> Bits:
+        """Return the bits of some elements of a box as the engine holds them now."""
 
 
-class ArraySink:
+class ViewSink(ABC):
+    """A sink over memory that numpy can see: a subclass says where, this class reads and writes."""
+
+    @abstractmethod
+    def tensors(self) -> Mapping[str, TensorSpec]:
+        """Return every tensor the engine requires."""
+
+    @abstractmethod
+    def boxes(self) -> Mapping[str, Sequence[ShardSpec]]:
+        """Return the boxes this rank holds."""
+
+    @abstractmethod
+    def views(self, name: str, box: ShardSpec) -> Sequence[Bits]:
+        """Return the live memory of every copy of a box, in the box's shape.
+
+        Raises:
+            LayoutMismatchError: This rank does not hold it.
+        """
+
+    def write_dense(self, name: str, box: ShardSpec, bits: Bits) -> None:
+        """Overwrite a box."""
+        for view in self.views(name, box):
+            view[...] = bits
+
+    def write_sparse(self, name: str, box: ShardSpec, positions: Bits, values: Bits) -> None:
+        """Overwrite some elements of a box."""
+        for view in self.views(name, box):
+            flat = flat_rows(view)
+            if flat is None:
+                view[np.unravel_index(positions, box.shape)] = values
+            else:
+                kernels.load().scatter(flat, positions, values)
+
+    def read(self, name: str, box: ShardSpec) -> Bits:
+        """Return the live memory of a box; of several copies, the first."""
+        return self.views(name, box)[0]
+
+    def gather(self, name: str, box: ShardSpec, positions: Bits) -> Bits:
+        """Return some elements of a box; of several copies, the first."""
+        view = self.views(name, box)[0]
+        flat = flat_rows(view)
+        if flat is None:
+            found: Bits = view[np.unravel_index(positions, box.shape)]
+            return found
+        return kernels.load().gather(flat, positions)
+
+
+def flat_rows(array: Bits) -> Bits | None:
+    """Return an array as equal contiguous rows, ``[num_rows, row_len]``, sharing its memory; ``None`` if its strides forbid it."""
+    row_len, dim = 1, array.ndim
+    while dim and (array.strides[dim - 1] == row_len * array.itemsize or array.shape[dim - 1] == 1):
+        dim -= 1
+        row_len *= array.shape[dim]
+    if array.size == 0 or (row_len == 1 and array.size > 1):
+        return None
+    try:
+        return np.reshape(array, (array.size // row_len, row_len), copy=False)
+    except ValueError:
+        return None
+
+
+class ArraySink(ViewSink):
     """A sink of plain numpy arrays: the reference implementation, for tests, fakes and checkers.
 
     Args:
@@ -70,25 +135,11 @@ class ArraySink:
         """Return the live array of a tensor's first box."""
         return self._arrays[name][0][1]
 
-    def write_dense(self, name: str, box: ShardSpec, bits: Bits) -> None:
-        """Overwrite a box."""
-        self._view(name, box)[...] = bits
-
-    def write_sparse(
-        self, name: str, box: ShardSpec, positions: np.ndarray[Any, np.dtype[np.int64]], values: Bits
-    ) -> None:
-        """Overwrite some elements of a box."""
-        self._view(name, box)[np.unravel_index(positions, box.shape)] = values
-
-    def read(self, name: str, box: ShardSpec) -> Bits:
-        """Return a copy of a box."""
-        return self._view(name, box).copy()
-
-    def _view(self, name: str, box: ShardSpec) -> Bits:
+    def views(self, name: str, box: ShardSpec) -> Sequence[Bits]:
+        """Return the view of a box."""
         for held, array in self._arrays.get(name, ()):
             if box in (held, intersect(held, box)):
                 index: Any = (*slices_in(box, held), ...)  # the ellipsis keeps a scalar a view
-                view: Bits = array[index]
-                return view
+                return (array[index],)
         message = f"this rank does not hold {name!r} at {box.offset}+{box.shape}"
         raise LayoutMismatchError(message)

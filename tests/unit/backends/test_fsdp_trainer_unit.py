@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 
@@ -11,8 +13,10 @@ from torch import nn
 
 from rose.backends.fsdp import FsdpTrainer, bits_of
 from rose.errors import LayoutMismatchError
+from rose.interfaces.trainer import ShardSpec
 from rose.transfer import delta
-from rose.transfer.layout import whole_box
+from rose.transfer.layout import read_whole, rows_of, whole_box
+from rose.transfer.source_views import View, stacked_experts_in
 
 
 def test_strides_and_offsets_are_followed() -> None:
@@ -20,9 +24,10 @@ def test_strides_and_offsets_are_followed() -> None:
     transposed = torch.arange(12).view(3, 4).t()
     assert bits_of(transposed).reshape(-1).tolist() == [0, 4, 8, 1, 5, 9, 2, 6, 10, 3, 7, 11]
     part = torch.arange(10, dtype=torch.bfloat16)[3:7]
-    encoded = delta.encode(bits_of(part), None)
-    assert len(encoded.payload) == 8
-    back = torch.frombuffer(bytearray(encoded.payload), dtype=torch.bfloat16)
+    encoded = delta.encode(bits_of(part)[None], None, rows_of(whole_box((4,)), (4,)))
+    assert encoded.num_bytes == 8
+    assert encoded.bits is not None
+    back = torch.frombuffer(bytearray(encoded.bits.tobytes()), dtype=torch.bfloat16)
     assert back.tolist() == [3, 4, 5, 6]
 
 
@@ -99,13 +104,29 @@ def test_masters_are_cast_and_strides_followed() -> None:
     model = Small()
     trainer = FsdpTrainer(model)
     shards = trainer.shards()
-    assert shards["slanted"].tobytes() == bits_of(model.slanted.to(torch.bfloat16)).tobytes()
-    values = torch.from_numpy(shards["slanted"].view(np.int16)).view(torch.bfloat16)
+    slanted = read_whole(shards["slanted"])
+    assert slanted.tobytes() == bits_of(model.slanted.to(torch.bfloat16)).tobytes()
+    values = torch.from_numpy(slanted.view(np.int16)).view(torch.bfloat16)
     assert values.flatten().tolist() == [0, 4, 8, 1, 5, 9, 2, 6, 10, 3, 7, 11]
-    assert shards["temperature"].tobytes() == bytes.fromhex("c03f")
+    assert read_whole(shards["temperature"]).tobytes() == bytes.fromhex("c03f")
     with torch.no_grad():
         model.embed.weight.fill_(2.0)
-    assert set(trainer.shards()["embed.weight"].flatten().tolist()) == {0x4000}
+    assert set(read_whole(trainer.shards()["embed.weight"]).flatten().tolist()) == {0x4000}
+
+
+def test_casts_are_made_when_a_slice_is_read() -> None:
+    """What was handed out shows later weights, slices do not share memory, and arrays of it can be made."""
+    model = Small()
+    bits = FsdpTrainer(model).shards()["slanted"]
+    with torch.no_grad():
+        model.slanted.fill_(2.0)
+    part = bits[slice(1, 3), slice(0, 2)]
+    assert (part.shape, part.flags.c_contiguous, set(part.flatten().tolist())) == ((2, 2), True, {0x4000})
+    assert not np.shares_memory(part, bits[slice(1, 3), slice(0, 2)])
+    assert np.asarray(bits).shape == (4, 3)
+    with ThreadPoolExecutor(4) as pool:
+        rows = list(pool.map(lambda row: bits[slice(row, row + 1), slice(0, 3)], range(4)))
+    assert np.array_equal(np.concatenate(rows), np.array(bits))
 
 
 def test_matching_dtypes_are_not_copied() -> None:
@@ -113,12 +134,12 @@ def test_matching_dtypes_are_not_copied() -> None:
     shards = FsdpTrainer(model).shards()
     with torch.no_grad():
         model.brief.zero_()
-    assert shards["brief"].tolist() == [0, 0]
+    assert read_whole(shards["brief"]).tolist() == [0, 0]
     kept = FsdpTrainer(model, wire_dtype=None)
     assert kept.tensors()["embed.weight"].dtype == "float32"
     with torch.no_grad():
         model.embed.weight.zero_()
-    assert not kept.shards()["embed.weight"].any()
+    assert not read_whole(kept.shards()["embed.weight"]).any()
 
 
 def test_buffers_on_request() -> None:
@@ -141,3 +162,51 @@ def test_wrappers_do_not_show_in_names() -> None:
 
     model = nn.ModuleDict({"_orig_mod": nn.ModuleDict({"layer": Wrapped()})})
     assert list(FsdpTrainer(model).tensors()) == ["layer.weight"]
+
+
+class Stacked(nn.Module):
+    """A layer of two experts as transformers 5 keeps it: gate above up, one stack each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.Parameter(torch.ones(3))
+        self.experts = nn.Module()
+        self.experts.gate_up_proj = nn.Parameter(torch.arange(24, dtype=torch.float32).view(2, 4, 3))
+        self.experts.down_proj = nn.Parameter(torch.arange(12, dtype=torch.float32).view(2, 3, 2).to(torch.bfloat16))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = Stacked()
+
+
+def test_stacked_experts_leave_under_their_checkpoint_names() -> None:
+    model = Model()
+    views = stacked_experts_in({name: tuple(p.shape) for name, p in model.named_parameters()})
+    trainer = FsdpTrainer(model, views=views)
+    names = [f"mlp.experts.{e}.{part}_proj.weight" for part in ("gate", "up") for e in (0, 1)]
+    down = [f"mlp.experts.{e}.down_proj.weight" for e in (0, 1)]
+    assert set(trainer.tensors()) == {"mlp.norm", *names, *down}
+    assert {spec.dtype for spec in trainer.tensors().values()} == {"bfloat16"}
+    assert trainer.layout()["mlp.experts.1.up_proj.weight"] == whole_box((2, 3))
+    shards = trainer.shards()
+    assert set(shards) == set(trainer.layout())
+    up = torch.arange(18, 24, dtype=torch.bfloat16).view(2, 3)
+    np.testing.assert_array_equal(read_whole(shards["mlp.experts.1.up_proj.weight"]), bits_of(up))
+    second = shards["mlp.experts.1.down_proj.weight"][slice(0, 3), slice(1, 2)]
+    assert np.shares_memory(second, bits_of(model.mlp.experts.down_proj.detach()))
+
+
+def test_views_that_do_not_fit_are_refused() -> None:
+    model = Small()
+    with pytest.raises(LayoutMismatchError, match=r"ghost.* it is no parameter"):
+        FsdpTrainer(model, views=[View.whole("w", (2,), "ghost")])
+    with pytest.raises(LayoutMismatchError, match="leaves shape"):
+        FsdpTrainer(model, views=[View.whole("w", (3,), "brief")])
+    part = ShardSpec(offset=(0,), shape=(2,))
+    view = View(name="w", shape=(3,), part=part, parameter="brief", box=part)
+    with pytest.raises(LayoutMismatchError, match="boxes hold 2 of 3"):
+        FsdpTrainer(model, views=[view])
+    with pytest.raises(LayoutMismatchError, match=r"tied parameters.* embed.weight"):
+        FsdpTrainer(model, views=[View.whole("w", (5, 3), "embed.weight")])

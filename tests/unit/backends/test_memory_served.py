@@ -8,14 +8,17 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from rose.backends.memory import MemoryTransport, wire
+from rose.backends.memory import MemoryTransport, StoreServer, wire
+from rose.backends.memory.store import LocalStore
 from rose.backends.memory.wire import Op, Status
-from rose.errors import BlobNotFoundError, ConfigError, TransportError
+from rose.errors import BlobNotFoundError, ConfigError, CorruptUpdateError, TransportError
 from rose.registry import open_transport
+from rose.testing.links import LinkProxy
 from rose.types import TransportAddress
 
 
@@ -122,9 +125,9 @@ def test_a_wrong_token_gets_nothing(owner: MemoryTransport) -> None:
 def test_a_lost_connection_is_opened_again_once(owner: MemoryTransport) -> None:
     client = _client(owner)
     client.put("k", b"v")
-    client._store._sock.shutdown(socket.SHUT_RDWR)
+    client._store._idle[0].shutdown(socket.SHUT_RDWR)
     assert client.get("k") == b"v"
-    client._store._sock.shutdown(socket.SHUT_RDWR)
+    client._store._idle[0].shutdown(socket.SHUT_RDWR)
     assert client.compare_and_set("p", None, "a")
     owner.close()
     with pytest.raises(TransportError, match="is its process alive"):
@@ -138,17 +141,17 @@ def test_a_pointer_set_before_the_answer_was_lost_counts(
     """The server applied the first request; its repetition finds the new value and must not report a loss."""
     client = _client(owner)
     client.read_pointer("p")
-    real, lost = wire.receive_frame, []
+    real, lost = wire.receive_answer, []
 
-    def lose_one(sock: socket.socket, *limits: int) -> memoryview | None:
-        frame = real(sock, *limits)
-        if sock is client._store._sock and not lost and frame is not None:
-            lost.append(frame)
+    def lose_one(sock: socket.socket) -> tuple[Status, memoryview] | None:
+        answer = real(sock)
+        if not lost:
+            lost.append(answer)
             message = "the cable was pulled"
             raise ConnectionResetError(message)
-        return frame
+        return answer
 
-    monkeypatch.setattr(wire, "receive_frame", lose_one)
+    monkeypatch.setattr(wire, "receive_answer", lose_one)
     assert client.compare_and_set("p", None, "mine")
     assert lost
     assert not client.compare_and_set("p", None, "again")
@@ -225,3 +228,116 @@ def test_an_address_is_plain_data(owner: MemoryTransport) -> None:
     address = owner.address()
     assert isinstance(address, TransportAddress)
     assert [type(value) for _, value in address.options] == [str, int, str]
+
+
+def test_a_wait_ends_when_the_blob_comes_and_blocks_nobody(owner: MemoryTransport) -> None:
+    client = _client(owner)
+    with ThreadPoolExecutor(4) as threads:
+        waits = [threads.submit(client.get_when_ready, "k", 30.0) for _ in range(3)]
+        assert client.read_pointer("p") is None, "another request goes beside the waits"
+        assert not any(wait.done() for wait in waits)
+        owner.put("k", b"v" * 100)
+        assert [wait.result(timeout=5) for wait in waits] == [b"v" * 100] * 3
+    assert owner._store._arrivals == {}
+    client.close()
+
+
+def test_a_wait_for_nothing_ends_in_time(owner: MemoryTransport) -> None:
+    client = _client(owner, timeout_s=0.4)
+    for timeout_s, least_s, most_s in ((0.0, 0.0, 0.2), (0.6, 0.55, 1.5)):
+        started_s = time.monotonic()
+        with pytest.raises(BlobNotFoundError, match="'never'"):
+            client.get_when_ready("never", timeout_s)
+        assert least_s <= time.monotonic() - started_s < most_s
+    assert owner._store._arrivals == {}
+    client.close()
+
+
+def test_a_server_that_closes_does_not_wait_for_waiting_clients() -> None:
+    owner = MemoryTransport()
+    owner.serve()
+    client = _client(owner)
+    with ThreadPoolExecutor(1) as threads:
+        wait = threads.submit(client.get_when_ready, "never", 5.0)
+        time.sleep(0.1)
+        started_s = time.monotonic()
+        owner.close()
+        assert time.monotonic() - started_s < 2
+        with pytest.raises((TransportError, BlobNotFoundError)):
+            wait.result(timeout=10)
+    client.close()
+
+
+def test_closing_a_client_ends_its_requests() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as deaf:
+        client = MemoryTransport(host="127.0.0.1", port=deaf.getsockname()[1], token="t")  # noqa: S106 - nobody reads it
+        owner = MemoryTransport()
+        owner.serve()
+        waiting = _client(owner)
+        assert waiting.read_pointer("p") is None
+        with ThreadPoolExecutor(2) as threads:
+            calls = [threads.submit(waiting.get_when_ready, "never", 30.0), threads.submit(client.get, "k")]
+            time.sleep(0.1)
+            waiting.close()
+            client.close()
+            for call in calls:
+                with pytest.raises(TransportError):
+                    call.result(timeout=5)
+        owner.close()
+
+
+def test_a_slow_reader_holds_up_nobody_and_is_let_go() -> None:
+    store = LocalStore()
+    store.put("large", bytes(64 << 20))
+    server = StoreServer(store, "127.0.0.1", 0, is_public=False, stall_s=0.5)
+    client = MemoryTransport(**dict(server.address().options))
+    try:
+        with socket.create_connection(("127.0.0.1", server.port), timeout=5) as slow:
+            wire.send_frame(slow, server.token.encode())
+            assert wire.receive_frame(slow) is not None
+            wire.send_frame(slow, wire.request_head(Op.GET, "large"))
+            assert len(client.get("large")) == 64 << 20
+            deadline_s = time.monotonic() + 10
+            while len(server._connections) > 1 and time.monotonic() < deadline_s:
+                time.sleep(0.05)
+            assert len(server._connections) == 1, "only the client that reads is left"
+    finally:
+        client.close()
+        server.close()
+
+
+@pytest.mark.parametrize("size", [0, 1, wire.JOIN_BYTES - 1, wire.JOIN_BYTES, wire.JOIN_BYTES + 1, 5 << 20])
+def test_bodies_around_every_limit_cross_whole(owner: MemoryTransport, size: int) -> None:
+    client = _client(owner)
+    payload = (bytes(range(251)) * (size // 251 + 1))[:size]
+    client.put("k", payload)
+    assert owner.get("k") == payload
+    assert client.get("k") == payload
+    assert isinstance(client.get("k"), bytes)
+    client.close()
+
+
+def test_a_cut_inside_a_large_body_is_an_error_and_the_next_request_works(owner: MemoryTransport) -> None:
+    owner.put("large", bytes(8 << 20))
+    with LinkProxy("127.0.0.1", int(dict(owner.address().options)["port"])) as link:
+        client = _client(owner, port=link.port)
+        link.cut_after_bytes(3 << 20)
+        with pytest.raises(TransportError, match=r"inside a frame|cannot be reached"):
+            client.get("large")
+        assert client.get("large") == bytes(8 << 20)
+        client.close()
+
+
+def test_errors_of_the_served_store_keep_their_kind() -> None:
+    class Broken(LocalStore):
+        def get(self, key: str) -> bytes:
+            kind = {"t": TransportError, "c": CorruptUpdateError, "n": BlobNotFoundError}[key]
+            raise kind("about " + key)
+
+    server = StoreServer(Broken(), "127.0.0.1", 0, is_public=False)
+    client = MemoryTransport(**dict(server.address().options))
+    for key, kind in (("t", TransportError), ("c", CorruptUpdateError), ("n", BlobNotFoundError)):
+        with pytest.raises(kind, match=f"about {key}"):
+            client.get(key)
+    client.close()
+    server.close()

@@ -122,12 +122,13 @@ def test_sparse_write_into_a_part_of_a_fused_parameter() -> None:
     np.testing.assert_array_equal(sink.read("k", cell), np.array([[1, 2, 3]], dtype=np.uint16))
 
 
-def test_read_is_a_copy() -> None:
+def test_a_read_shows_the_live_bits() -> None:
     model = Fused()
     sink = VllmSink(SlicePlan.trace(model, checkpoint()))
-    before = sink.read("norm", ShardSpec(offset=(0,), shape=(6,)))
+    box = ShardSpec(offset=(0,), shape=(6,))
     model.norm.data.fill_(1)
-    assert not before.any()
+    assert sink.read("norm", box).tolist() == [0x3F80] * 6
+    assert sink.gather("norm", box, np.array([1, 5])).tolist() == [0x3F80] * 2
 
 
 def test_boxes_of_other_ranks_are_refused() -> None:

@@ -170,7 +170,7 @@ def test_a_refused_run_leaves_no_folder(capsys, tmp_path, monkeypatch, argv):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty.csv").write_text("")
     (tmp_path / "profile.toml").write_text('serving_profile = "abacus"\n')
-    monkeypatch.setattr("rose.reference.demo.check_libraries", lambda: None)
+    monkeypatch.setattr("rose.reference.demo.check_libraries", lambda _: None)
     complaint(capsys, ["demo", "--out", "results/here", *argv])
     assert not (tmp_path / "results").exists()
 

@@ -194,7 +194,7 @@ def test_an_exact_turn_fails_once_every_engine_has_moved_on():
 def test_an_engine_that_cannot_stage_is_left_out_and_its_turns_go_on():
     clock, source = ManualClock(), Source(n=1)
     engines = [engine(clock, "a", weight_version=v(0)), engine(clock, "b", weight_version=v(0))]
-    engines[1].faults = (Fault(kind=FaultKind.CORRUPT_UPDATE, request_index=0),)
+    engines[1].faults = tuple(Fault(kind=FaultKind.CORRUPT_UPDATE, request_index=i) for i in range(2))
 
     async def work():
         async with RolloutPool(engines, clock=clock) as pool:
@@ -202,6 +202,7 @@ def test_an_engine_that_cannot_stage_is_left_out_and_its_turns_go_on():
             await clock.sleep(0.35)
             report = await pool.sync_weights(source)
             assert states(pool) == {"a": EngineState.READY, "b": EngineState.STALE}
+            assert source.asked[-1] is None
             results = await asyncio.gather(*running)
             source.n = 2
             await pool.sync_weights(source)
@@ -212,6 +213,21 @@ def test_an_engine_that_cannot_stage_is_left_out_and_its_turns_go_on():
     assert (list(report.activations), list(report.errors)) == (["a"], ["b"])
     assert all(len(result.hops) == 1 for result in results)
     assert source.asked[-2:] == [v(1), v(0)]
+
+
+def test_an_engine_whose_changes_are_damaged_gets_full_weights_at_once():
+    clock, source = ManualClock(), Source(n=1)
+    engines = [engine(clock, "a", weight_version=v(0))]
+    engines[0].faults = (Fault(kind=FaultKind.CORRUPT_UPDATE, request_index=0),)
+
+    async def work():
+        async with RolloutPool(engines, clock=clock) as pool:
+            report = await pool.sync_weights(source)
+            return report, states(pool)
+
+    report, found = run(clock, work)
+    assert (list(report.activations), dict(report.errors), found) == (["a"], {}, {"a": EngineState.READY})
+    assert source.asked == [v(0), None]
 
 
 def test_an_outage_of_the_relay_leaves_the_engines_as_they_are():

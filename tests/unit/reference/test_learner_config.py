@@ -21,6 +21,7 @@ def test_the_configuration_survives_the_way_to_a_rank():
         ({"num_ranks": 0}, "num_ranks"),
         ({"grpo": {"lr": -1.0}}, "lr"),
         ({"compute_dtype": "float16"}, "compute_dtype"),
+        ({"trainer": "deepspeed"}, "trainer"),
         ({"grpo": {"learning_rate": 1.0}}, "learning_rate"),
     ],
 )

@@ -93,6 +93,18 @@ async def test_each_rank_gets_its_own_share(group: LearnerGroup):
     assert {line["minibatches"][0]["num_tokens"] for line in lines} == {3}
 
 
+async def test_tensor_parallel_ranks_get_all_samples_and_count_once(
+    group: LearnerGroup, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(group, "_config", LearnerConfig(timeout_s=60.0, trainer="megatron"))
+    report = await group.train(step((1, 0, 0)), num_minibatches=1)
+    lines = [(group._folder / f"rendezvous-train-{rank}").read_text() for rank in (0, 1)]
+    assert lines[0] == lines[1]
+    assert len(learner_group.json.loads(lines[0])["minibatches"][0]["micro"][0]) == 3
+    assert report.mismatch_mean == pytest.approx(3.0 / 3)
+    assert report.clipped_fraction == pytest.approx(1 / 3)
+
+
 async def test_an_all_flat_step_asks_no_rank(group: LearnerGroup):
     report = await group.train(step((1, 1, 1)))
     assert (report.num_optimizer_steps, report.num_flat_groups, report.num_tokens) == (0, 1, 0)

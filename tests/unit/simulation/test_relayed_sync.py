@@ -9,6 +9,7 @@ import attrs
 import pytest
 
 from rose.errors import BlobNotFoundError
+from rose.policies.retention import RetentionConfig
 from rose.pool import EngineState, RolloutPool
 from rose.simulation.links import ADDRESS, RelayedSync, SharedLink
 from rose.simulation.loop import LoopClock, VirtualLoop
@@ -33,7 +34,8 @@ def run(work: Callable[[], Awaitable[None]]) -> float:
 
 def relay_of(cost: SyncCost = COST, link: SharedLink | None = None, **options: int) -> RelayedSync:
     thin = link or SharedLink(gbps=LINK.gbps, latency_s=LINK.latency_s)
-    return RelayedSync(run="r", cost=cost, link=thin, local_gbps=LINK.local_gbps, **options)
+    kept = RetentionConfig(**options)
+    return RelayedSync(run="r", cost=cost, link=thin, local_gbps=LINK.local_gbps, retention=kept)
 
 
 def v(n: int) -> WeightVersion:
@@ -119,21 +121,21 @@ def test_two_jobs_share_the_thin_link() -> None:
 
 
 def test_deltas_while_they_are_fewer_bytes_then_the_anchor() -> None:
-    """At 2 % a version is 3 % of the weights: a chain of 10 is less than an anchor, one of 40 is more."""
-    relay = relay_of(anchor_every=45, keep=100)
+    """At 2 % a version is 1.2 % of the weights: a chain of 10 is less than an anchor, one of 94 is more."""
+    relay = relay_of(anchor_every=95, keep=200)
 
     async def work() -> None:
         assert await relay.plan(v(0)) is None
-        for _ in range(46):
+        for _ in range(96):
             await relay.publish(is_remote=False)
-        assert shown(await planned(relay, v(45))) == ["46"]
-        assert shown(await planned(relay, v(36))) == [str(n) for n in range(37, 47)]
-        for known in (v(2), v(0), None, WeightVersion("other", 45)):
-            assert shown(await planned(relay, known)) == ["45/anchor", "46"]
-        assert await relay.plan(v(46)) is None
+        assert shown(await planned(relay, v(95))) == ["96"]
+        assert shown(await planned(relay, v(86))) == [str(n) for n in range(87, 97)]
+        for known in (v(2), v(0), None, WeightVersion("other", 95)):
+            assert shown(await planned(relay, known)) == ["95/anchor", "96"]
+        assert await relay.plan(v(96)) is None
         late = await planned(relay, None)
         assert await relay.fetch(late, is_local=True) == COST.engine_dense_bytes + COST.engine_bytes
-        assert relay.activation_s(late) > relay.activation_s(await planned(relay, v(45)))
+        assert relay.activation_s(late) > relay.activation_s(await planned(relay, v(95)))
 
     run(work)
 

@@ -223,6 +223,21 @@ def restless(ranks):
     return [ReadingChanges()]
 
 
+class Shifted:
+    """Bits whose slices all begin at the first row."""
+
+    def __init__(self, bits):
+        self.shape, self.dtype, self._bits = bits.shape, bits.dtype, bits
+
+    def __getitem__(self, index):
+        rows = index[0].stop - index[0].start
+        return self._bits[(slice(0, rows), *index[1:])]
+
+
+def slices_from_the_start(ranks):
+    return change(ranks, 0, bits=with_item(ranks[0].bits, EMBED, Shifted(ranks[0].bits[EMBED])))
+
+
 def step_without_effect(ranks):
     return ranks
 
@@ -235,6 +250,7 @@ TRAINER_BITES = [
     (values_for_bits, "shards_are_the_bits_of_the_boxes"),
     (flat_bits, "shards_are_the_bits_of_the_boxes"),
     (restless, "reading_changes_nothing"),
+    (slices_from_the_start, "slices_are_parts_of_the_box"),
     (step_without_effect, "a_step_shows"),
 ]
 

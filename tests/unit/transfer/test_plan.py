@@ -6,8 +6,8 @@ import pytest
 
 from rose.errors import LayoutMismatchError
 from rose.interfaces.trainer import ShardSpec, TensorSpec
-from rose.transfer.layout import TargetLayout, split_evenly, whole_box
-from rose.transfer.plan import Cell, check_sources, check_targets, plan_source
+from rose.transfer.layout import TargetLayout, rows_of, split_evenly, whole_box
+from rose.transfer.plan import MAX_CELL_ELEMENTS, Cell, check_sources, check_targets, plan_source
 
 
 def _spec(name: str, *shape: int, dtype: str = "bfloat16") -> TensorSpec:
@@ -120,3 +120,47 @@ def test_targets_that_do_not_fit_are_refused_by_name() -> None:
     for name in ("shape is", "dtype is", "unknown of the trainer", "missing, required", "place in x/0", "stray, held"):
         assert name in text
     assert "ok" not in text
+
+
+def test_cells_are_rows_at_equal_distances() -> None:
+    """A stack that is cut inside both of its inner dimensions: one cell a matrix, where the shape is known and where it is not."""
+    spec = _spec("w", 3, 4, 6)
+    corner = ShardSpec(offset=(0, 1, 2), shape=(3, 2, 3))
+    target = TargetLayout(layout_id="t", tensors=(spec,), ranks=({"w": (corner,)},))
+    plan = plan_cells({"w": spec}, [{"w": whole_box((3, 4, 6))}], [target])
+    assert [c.box.shape for c in plan if c.targets] == [(3, 1, 3), (3, 1, 3)]
+    assert sum(c.box.num_elements for c in plan if c.targets) == corner.num_elements
+    assert all(rows_of(c.box, spec.shape).num_elements == c.box.num_elements for c in plan)
+    half = ShardSpec(offset=(0, 0, 0), shape=(3, 4, 3))
+    known = plan_source(0, {"w": half}, [], {}, tensors={"w": spec})
+    assert [c.box for c in known] == [half]
+    unknown = plan_source(0, {"w": half}, [], {})
+    assert [c.box.shape for c in unknown] == [(1, 4, 3)] * 3
+
+
+def test_large_cells_are_cut() -> None:
+    """Into near-equal pieces of whole rows, the same ones on every call; a box on its own stays inside the limit by default."""
+    spec = _spec("w", 10, 6)
+    target = TargetLayout.tensor_parallel("tp2", [spec], num_ranks=2, split_dims={"w": 1})
+    layout = {"w": whole_box((10, 6))}
+    plan = plan_source(0, layout, [target], {}, max_cell_elements=9)
+    assert [(c.box.offset, c.box.shape) for c in plan] == [
+        ((row, column), (n, 3)) for column in (0, 3) for row, n in ((0, 2), (2, 3), (5, 2), (7, 3))
+    ]
+    assert plan == plan_source(0, layout, [target], {}, max_cell_elements=9)
+    big = plan_source(0, {"w": whole_box((1 << 23, 3))}, [], {})
+    assert max(c.box.num_elements for c in big) <= MAX_CELL_ELEMENTS
+    assert sum(c.box.num_elements for c in big) == 3 << 23
+    assert len(big) == 7
+
+
+def test_alike_layers_are_cut_alike() -> None:
+    """Tensors of one shape share a cut only where the same engine ranks need the same boxes."""
+    specs = [_spec(name, 4, 4) for name in "abc"]
+    halves = [ShardSpec(offset=(2 * i, 0), shape=(2, 4)) for i in range(2)]
+    ranks = ({"a": (halves[0],), "b": (halves[1],), "c": (halves[0],)}, {"a": (halves[1],), "b": (halves[0],)})
+    target = TargetLayout(layout_id="t", tensors=tuple(specs), ranks=ranks)
+    plan = plan_source(0, {name: whole_box((4, 4)) for name in "abc"}, [target], {})
+    assert [(c.tensor, c.targets) for c in plan] == [
+        ("a", ("t/0",)), ("a", ("t/1",)), ("b", ("t/1",)), ("b", ("t/0",)), ("c", ("t/0",)), ("c", ()),
+    ]  # fmt: skip

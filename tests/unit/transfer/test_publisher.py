@@ -6,11 +6,21 @@ import asyncio
 
 import numpy as np
 import pytest
-from transfer_rig import ArrayTrainer, Rig, bf16, publish_together
+from transfer_rig import (
+    HEADER_BYTES,
+    ArrayTrainer,
+    Rig,
+    bf16,
+    cells_of,
+    is_bits_and_headers,
+    manifest_of,
+    publish_together,
+)
 
 from rose.backends.memory import MemoryTransport
 from rose.errors import (
     BlobNotFoundError,
+    CorruptUpdateError,
     DeadlineExceededError,
     LayoutMismatchError,
     TransferError,
@@ -19,22 +29,32 @@ from rose.errors import (
 )
 from rose.interfaces.trainer import ShardSpec, TensorSpec
 from rose.testing import FakeTrainer, FaultyTransport, TransportFault, TransportFaultKind
+from rose.transfer import records
+from rose.transfer.delta import Codec
+from rose.transfer.housekeeping import Decision
 from rose.transfer.layout import TargetLayout, split_evenly
 from rose.transfer.publisher import Publisher, PublishReport
-from rose.transfer.relay import current_version, plan_update, read_manifest
+from rose.transfer.relay import current_version, plan_update, read_map
 from rose.types import WeightVersion
+
+
+def _held_versions(store: MemoryTransport) -> set[int]:
+    """Return the versions of which blobs are there; the cell map is of no version."""
+    names = [key.split("/")[1] for key in store._store._blobs]
+    return {int(name) for name in names if name != "cells"}
 
 
 def test_versions_count_up_from_an_anchor() -> None:
     rig = Rig(world_size=3)
     first = rig.publish()
-    assert (first.version, first.is_anchor, first.bytes_sent) == (WeightVersion("run", 0), True, first.bytes_dense)
+    assert (first.version, first.is_anchor) == (WeightVersion("run", 0), True)
     assert first.bytes_dense == 10 * 40 * 2 + 7 * 4 + 2
-    assert first.codec_elements == {"none": 0, "dense": 408, "sparse": 0}
+    assert is_bits_and_headers(first, num_blobs=3)
+    assert first.codec_elements == {"none": 0, "dense": 408, "sparse": 0, "overwrite": 0}
     rig.step(0.05)
     second = rig.publish()
     assert (second.version, second.is_anchor) == (WeightVersion("run", 1), False)
-    assert 0 < second.bytes_sent < second.bytes_dense / 4
+    assert 0 < second.bytes_sent < second.bytes_dense / 4 + 3 * HEADER_BYTES
     assert 0 < second.changed_fraction < 0.1
     assert current_version(rig.store) == WeightVersion("run", 1)
 
@@ -75,16 +95,18 @@ def test_rows_go_to_who_holds_them_and_no_further() -> None:
         trainer._bits["w"][[2, 3, 9]] ^= 1
     reports = publish_together(rig.publishers)
     assert [report.num_changed for report in reports] == [24, 8, 0, 8]
-    changed = [cell for cell in read_manifest(rig.store, "run/1/1/manifest").cells if cell.num_changed]
-    assert [(cell.box.offset[0], cell.num_changed) for cell in changed] == [(0, 8), (3, 8), (9, 8)]
-    sparse_row, dense_row = 8 * 3, 8 * 2
-    assert [follower.sync().fetched_bytes for follower in followers] == [2 * sparse_row, dense_row]
+    manifest = manifest_of(rig, 1)
+    changes = zip(cells_of(rig, manifest), manifest.columns.num_changed.tolist(), strict=True)
+    assert [(cell.box.offset[0], n) for cell, n in changes if n] == [(0, 8), (3, 8), (9, 8)]
+    sizes = [blob.length_bytes for blob in manifest.blobs]
+    assert [follower.sync().fetched_bytes for follower in followers] == [sizes[0] + sizes[1], sizes[2]]
+    assert max(sizes) < 24 + HEADER_BYTES
     for follower in followers:
         follower.assert_current()
     assert followers[1].sink.array("w")[4].tolist() == rig.trainers[0].full()["w"][9].tolist()
 
 
-def test_ranks_with_nothing_take_part() -> None:
+def test_w10_ranks_with_nothing_take_part() -> None:
     """Case W10: 24 ranks over [128] (21 x 6, 2, 0, 0), shapes [0, 4], [] and [3] over all; all round-trip."""
     specs = [
         TensorSpec(name="q_norm", shape=(128,), dtype="bfloat16"),
@@ -99,10 +121,13 @@ def test_ranks_with_nothing_take_part() -> None:
     reports = publish_together(rig.publishers)
     assert [report.bytes_sent for report in reports[22:]] == [0, 0]
     assert [report.version.n for report in reports] == [0] * 24
-    assert reports[0].bytes_sent == 2 * (128 + 1 + 3)
-    manifest = read_manifest(rig.store, "run/0/0/manifest")
-    assert [spec.name for spec in manifest.tensors] == ["q_norm", "empty", "scalar", "three"]
-    assert sum(cell.box.shape[0] for cell in manifest.cells if cell.tensor == "three") == 3
+    assert reports[0].bytes_dense == 2 * (128 + 1 + 3)
+    assert is_bits_and_headers(reports[0], num_blobs=22)
+    manifest = manifest_of(rig, 0)
+    cell_map = read_map(rig.store, manifest.map_key)
+    assert [spec.name for spec in cell_map.tensors] == ["q_norm", "empty", "scalar", "three"]
+    assert sum(cell.box.shape[0] for cell in cell_map.cells if cell.tensor == "three") == 3
+    assert len(manifest.blobs) == 22
     follower = rig.follow()
     follower.sync()
     follower.assert_current()
@@ -226,6 +251,20 @@ def test_a_second_launch_under_the_same_name_goes_on_or_is_refused() -> None:
     assert (report.version.n, report.is_anchor) == (1, True)
 
 
+def test_parts_of_an_attempt_that_was_given_up_are_not_mixed_with_those_of_a_new_launch() -> None:
+    """A launch dies before its first version, with rank 1's part in the store; the next one takes the same name."""
+    store = MemoryTransport()
+    publish_together(Rig(store=store, timeout_s=0.1).publishers[1:])
+    again = Rig(store=store, seed=1)
+    errors = publish_together(again.publishers)
+    assert isinstance(errors[0], TransferError)
+    assert current_version(store) is None
+    again.publish()
+    follower = again.follow()
+    follower.sync()
+    follower.assert_current()
+
+
 def test_a_store_that_lost_everything_gets_full_weights_at_the_next_version() -> None:
     rig = Rig()
     follower = rig.follow()
@@ -249,10 +288,9 @@ def test_anchors_are_put_beside_changes_and_old_blobs_retired() -> None:
         follower.assert_current()
         rig.step()
     assert [report.is_anchor for report in reports] == [n % 4 == 0 for n in range(10)]
-    assert all(report.bytes_sent < report.bytes_dense for report in reports[1:])
-    assert reports[4].bytes_anchor == reports[4].bytes_dense
-    held = {int(key.split("/")[1]) for key in rig.store._store._blobs}
-    assert held == {8, 9}
+    assert all(report.bytes_sent < report.bytes_dense + 2 * HEADER_BYTES for report in reports[1:])
+    assert 0 < reports[4].bytes_anchor - reports[4].bytes_dense < 2 * HEADER_BYTES
+    assert _held_versions(rig.store) == {8, 9}
     late = rig.follow()
     assert plan_update(rig.store, None).manifest_keys == ("run/8/8/anchor", "run/9/9/manifest")
     late.sync()
@@ -298,7 +336,49 @@ def test_a_retirement_that_fails_does_not_fail_the_publish() -> None:
     for _ in range(4):
         rig.publish()
         rig.step()
-    assert {int(key.split("/")[1]) for key in store._store._blobs} == {2, 3}
+    assert _held_versions(store) == {2, 3}
+
+
+@pytest.mark.parametrize("kind", [TransportFaultKind.FAIL, TransportFaultKind.DROP, TransportFaultKind.TEAR])
+def test_a_decision_that_cannot_be_read_does_not_fail_a_visible_version(kind: TransportFaultKind) -> None:
+    store = MemoryTransport()
+    fault = TransportFault(kind=kind, method="get", key="/keep", call_index=0)
+    rig = Rig(world_size=2, store=store, transports=[store, FaultyTransport(store, [fault])], anchor_every=3, keep=1)
+    for n in range(5):
+        assert rig.publish().version.n == n
+        rig.step()
+    assert _held_versions(store) == {3, 4}
+
+
+def test_an_audit_that_finds_damage_makes_the_next_share_whole(caplog: pytest.LogCaptureFixture) -> None:
+    """Memory of rank 1 went bad: its kept bits are not trusted again, and who takes the next version has the right bits."""
+    rig = Rig(world_size=2, audit_every=2)
+    follower = rig.follow()
+    rig.publish()
+    follower.sync()
+    rig.publishers[1]._encoder._last["w"][0, 0] ^= 1
+    rig.publish()
+    assert "rank 1: the kept bits of w are damaged; the next version is sent whole" in caplog.text
+    rig.step(0.02)
+    rig.publish()
+    manifest = manifest_of(rig, 2)
+    codecs = zip(cells_of(rig, manifest), manifest.columns.codec.tolist(), strict=True)
+    assert {cell.box.offset for cell, codec in codecs if codec == Codec.DENSE and cell.tensor == "w"} == {(5, 0)}
+    follower.sync()
+    follower.assert_current()
+
+
+def test_decisions_are_read_strictly() -> None:
+    sound = Decision(delete=(1, 2), is_anchor_due=True)
+    assert Decision.from_bytes(sound.to_bytes()) == sound
+    for header in (
+        {},
+        {"delete": None, "is_anchor_due": True},
+        {"delete": ["1"], "is_anchor_due": True},
+        {"delete": []},
+    ):
+        with pytest.raises(CorruptUpdateError):
+            Decision.from_bytes(records.pack("rose.keep/1", header, {}))
 
 
 def test_an_anchor_on_request() -> None:
@@ -307,7 +387,7 @@ def test_an_anchor_on_request() -> None:
     rig.step()
     report = rig.publish(anchor=True)
     assert report.is_anchor
-    assert report.bytes_anchor == report.bytes_dense > report.bytes_sent
+    assert 0 < report.bytes_anchor - report.bytes_dense < 2 * HEADER_BYTES
     late = rig.follow()
     late.sync()
     late.assert_current()
@@ -346,13 +426,16 @@ def test_a_target_that_does_not_fit_is_refused_before_anything_is_put() -> None:
 
 def test_large_payloads_are_split_over_blobs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rose.transfer.encoder.MAX_BLOB_BYTES", 64)
+    monkeypatch.setattr("rose.transfer.encoder.MIN_BLOB_BYTES", 64)
     specs = [TensorSpec(name=f"w{i}", shape=(20,), dtype="bfloat16") for i in range(5)]
     rig = Rig(specs=specs, world_size=1)
     rig.publish()
     follower = rig.follow()
     follower.sync()
     follower.assert_current()
-    assert len({cell.blob for cell in read_manifest(rig.store, "run/0/0/manifest").cells}) == 3
+    manifest = manifest_of(rig, 0)
+    assert manifest.columns.blob.tolist() == [0, 0, 1, 1, 2], "40 bytes each, full at 64"
+    assert [blob.key for blob in manifest.blobs] == [f"run/0/0/rank-0/blob-{i}" for i in range(3)]
 
 
 def test_the_weights_may_change_after_publish_returns() -> None:
@@ -363,3 +446,44 @@ def test_the_weights_may_change_after_publish_returns() -> None:
     trainer.arrays["w"][3] = 7
     assert publisher.publish_sync().num_changed == 1
     np.testing.assert_array_equal(publisher.publish_sync().num_changed, 0)
+
+
+@pytest.mark.parametrize("kind", [TransportFaultKind.TEAR, TransportFaultKind.CORRUPT, TransportFaultKind.DROP])
+def test_a_map_that_came_to_harm_is_written_anew(kind: TransportFaultKind) -> None:
+    """Without the map nobody could read any version: it is read back before the pointer moves."""
+    store = MemoryTransport()
+    fault = TransportFault(kind=kind, method="put", key="run/cells/", call_index=0)
+    rig = Rig(world_size=2, store=store, transports=[FaultyTransport(store, [fault]), store])
+    rig.publish()
+    late = rig.follow()
+    late.sync()
+    late.assert_current()
+
+
+def test_a_map_that_cannot_be_written_fails_the_publish() -> None:
+    store = MemoryTransport()
+    fault = TransportFault(kind=TransportFaultKind.CORRUPT, method="put", key="run/cells/")
+    rig = Rig(world_size=2, store=store, transports=[FaultyTransport(store, [fault]), store])
+    errors = publish_together(rig.publishers)
+    assert isinstance(errors[0], CorruptUpdateError)
+    assert "came back damaged 3 times in a row" in str(errors[0])
+    assert current_version(store) is None
+
+
+@pytest.mark.parametrize("is_gone", [True, False])
+def test_a_map_that_was_lost_later_comes_back_with_the_next_anchor(*, is_gone: bool) -> None:
+    rig = Rig(anchor_every=2)
+    rig.publish()
+    (key,) = (key for key in rig.store._store._blobs if key.startswith("run/cells/"))
+    if is_gone:
+        rig.store.delete([key])
+    else:
+        rig.store._store._blobs[key] = b"damaged"
+    rig.publish()
+    with pytest.raises(BlobNotFoundError if is_gone else CorruptUpdateError):
+        rig.follow().sync()
+    rig.step()
+    rig.publish()
+    late = rig.follow()
+    late.sync()
+    late.assert_current()

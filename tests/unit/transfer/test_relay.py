@@ -6,7 +6,7 @@ import pytest
 from transfer_rig import Rig
 
 from rose.backends.memory import MemoryTransport
-from rose.errors import BlobNotFoundError
+from rose.errors import BlobNotFoundError, CorruptUpdateError
 from rose.interfaces.trainer import TensorSpec
 from rose.transfer.relay import current_version, manifest_key, plan_update, version_of_key
 from rose.types import WeightVersion
@@ -82,6 +82,43 @@ def test_a_version_retired_in_mid_look_up_is_reported() -> None:
     with pytest.raises(BlobNotFoundError, match="ask again"):
         plan_update(rig.store, None)
     assert _plan(rig, 1) == ["2"]
+
+
+@pytest.mark.parametrize("is_gone", [True, False])
+@pytest.mark.parametrize("key", ["run/0/0/manifest", "run/1/1/manifest"])
+def test_what_is_lost_in_the_past_does_not_stop_who_needs_it_not(key: str, *, is_gone: bool) -> None:
+    """The only anchor, or an old delta, is gone or damaged: engines that know version 1 or later go on by deltas."""
+    rig = Rig(specs=SPECS)
+    for _ in range(4):
+        rig.publish()
+        rig.step(0.01)
+    if is_gone:
+        rig.store.delete([key])
+    else:
+        rig.store._store._blobs[key] = b"damaged"
+    assert _plan(rig, 1) == ["2", "3"]
+    assert _plan(rig, 2) == ["3"]
+    with pytest.raises(BlobNotFoundError, match="ask again"):
+        plan_update(rig.store, None)
+
+
+def test_a_damaged_delta_in_the_middle_is_passed_by_an_anchor() -> None:
+    rig = Rig(specs=SPECS)
+    for n in range(5):
+        rig.publish(anchor=n == 3)
+        rig.step(0.01)
+    rig.store._store._blobs["run/2/2/manifest"] = b"damaged"
+    assert _plan(rig, 1) == ["3/anchor", "4"]
+    assert _plan(rig, 0) == ["3/anchor", "4"]
+    assert _plan(rig, 2) == ["3", "4"]
+
+
+def test_the_newest_manifest_itself_cannot_be_done_without() -> None:
+    rig = Rig(specs=SPECS)
+    rig.publish()
+    rig.store._store._blobs["run/0/0/manifest"] = b"damaged"
+    with pytest.raises(CorruptUpdateError):
+        plan_update(rig.store, None)
 
 
 def test_keys_name_their_version() -> None:

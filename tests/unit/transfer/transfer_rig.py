@@ -10,10 +10,13 @@ import numpy as np
 from rose.backends.memory import MemoryTransport
 from rose.interfaces.trainer import ShardSpec, TensorSpec, Trainer
 from rose.interfaces.transport import Transport
+from rose.policies.retention import RetentionConfig
 from rose.testing import FakeTrainer
+from rose.transfer.cells import PlacedCell
 from rose.transfer.layout import bits_dtype, slices_in, whole_box
+from rose.transfer.manifest import Manifest
 from rose.transfer.publisher import Publisher, PublishReport
-from rose.transfer.relay import plan_update
+from rose.transfer.relay import plan_update, read_manifest, read_map
 from rose.transfer.subscriber import ArraySink, Subscriber
 from rose.types import Activation
 
@@ -24,20 +27,28 @@ SPECS = (
     TensorSpec(name="none", shape=(0, 4), dtype="bfloat16"),
 )
 
+NEVER = 1 << 30
+"""So many versions come between anchors that there is none after the first."""
+HEADER_BYTES = 600
+"""What a blob takes beyond its payload, at most."""
+
 
 class ArrayTrainer(Trainer):
-    """One rank that publishes what ``arrays`` holds."""
+    """One rank that publishes what ``arrays`` holds, all of one dtype or each of its own."""
 
     def __init__(
-        self, arrays: dict[str, np.ndarray], aliases: Mapping[str, str] | None = None, dtype: str = ""
+        self,
+        arrays: dict[str, np.ndarray],
+        aliases: Mapping[str, str] | None = None,
+        dtype: str | Mapping[str, str] = "bfloat16",
     ) -> None:
         self.rank, self.world_size = 0, 1
         self.arrays = arrays
         self._aliases = dict(aliases or {})
-        self._dtype = dtype or "bfloat16"
+        self._dtypes = dict.fromkeys(arrays, dtype) if isinstance(dtype, str) else dict(dtype)
 
     def tensors(self) -> Mapping[str, TensorSpec]:
-        return {n: TensorSpec(name=n, shape=a.shape, dtype=self._dtype) for n, a in self.arrays.items()}
+        return {n: TensorSpec(name=n, shape=a.shape, dtype=self._dtypes[n]) for n, a in self.arrays.items()}
 
     def aliases(self) -> Mapping[str, str]:
         return self._aliases
@@ -80,6 +91,8 @@ class Rig:
         self.store = store or MemoryTransport()
         self.trainers = FakeTrainer.group(world_size, specs, seed)
         paths = transports or [self.store] * world_size
+        kept = {key: options.pop(key) for key in ("anchor_every", "keep", "max_bytes", "hold_s") if key in options}
+        options["retention"] = RetentionConfig(**{"anchor_every": NEVER, **kept})
         self.publishers = [
             Publisher(trainer, path, run=run, timeout_s=timeout_s, **options)
             for trainer, path in zip(self.trainers, paths, strict=True)
@@ -121,6 +134,21 @@ class Follower:
                 np.testing.assert_array_equal(
                     self.sink.read(name, box), bits[(*slices_in(box, whole_box(bits.shape)), ...)], err_msg=name
                 )
+
+
+def manifest_of(rig: Rig, n: int, name: str = "manifest", run: str = "run") -> Manifest:
+    """Return what was published as version n by its n-th attempt."""
+    return read_manifest(rig.store, f"{run}/{n}/{n}/{name}")
+
+
+def cells_of(rig: Rig, manifest: Manifest) -> tuple[PlacedCell, ...]:
+    """Return the cells that the manifest has a row for."""
+    return read_map(rig.store, manifest.map_key).cells
+
+
+def is_bits_and_headers(report: PublishReport, num_blobs: int) -> bool:
+    """Say whether what was sent beyond the bits is no more than the headers of so many blobs."""
+    return 0 <= report.bytes_sent - report.bytes_dense <= HEADER_BYTES * num_blobs
 
 
 def bf16(*shape: int) -> np.ndarray:

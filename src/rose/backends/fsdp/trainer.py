@@ -6,36 +6,40 @@ Invariants: nothing here is a collective, each rank reads its own shard only; th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import attrs
+import numpy as np
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from rose.backends.fsdp.bits import bits_of, dtype_name, torch_dtype
+from rose.backends.fsdp.bits import dtype_name, torch_dtype
+from rose.backends.fsdp.shard_bits import shard_bits
 from rose.errors import LayoutMismatchError
-from rose.interfaces.trainer import ShardSpec, TensorSpec, Trainer
-from rose.transfer.delta import Bits
+from rose.interfaces.trainer import ShardBits, ShardSpec, TensorSpec, Trainer
+from rose.transfer.layout import bits_dtype
+from rose.transfer.source_views import HeldBits, View, held_tensors, view_specs
 
 _WRAPPER_PARTS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 
 
 @attrs.frozen(kw_only=True, eq=False)
 class _Source:
-    """One published tensor: the live parameter, this rank's box, and a buffer when its bits cannot be handed out as they are."""
+    """One parameter or buffer of the model: the live tensor, how it travels, and this rank's box."""
 
     tensor: torch.Tensor
     spec: TensorSpec
+    dtype: torch.dtype
     box: ShardSpec | None
-    buffer: torch.Tensor | None
 
-    def bits(self) -> Bits:
-        local = _local(self.tensor)
-        if self.buffer is None:
-            return bits_of(local)
-        return bits_of(self.buffer.copy_(local))
+    def bits(self) -> ShardBits:
+        if (
+            self.box is None or not self.box.num_elements
+        ):  # a replica here may hold elements that another rank publishes
+            return np.empty(self.box.shape if self.box else (), dtype=bits_dtype(self.spec.dtype))
+        return shard_bits(_local(self.tensor), self.dtype)
 
 
 class FsdpTrainer(Trainer):
@@ -49,12 +53,21 @@ class FsdpTrainer(Trainer):
         model: The sharded model; parameter names are the checkpoint names.
         wire_dtype: What floating-point parameters travel as; ``None`` keeps each one's own dtype.
         has_buffers: Also publish floating-point buffers that are part of the state dict, in their own dtype.
+        views: How parameters that are fused or stacked hold checkpoint tensors; such a parameter travels as those alone.
 
     Raises:
-        LayoutMismatchError: A parameter's placement is not one box per rank, or a dtype cannot be carried; names it.
+        LayoutMismatchError: A parameter's placement is not one box per rank, a dtype cannot be carried, or the views do not
+            fit; names it.
     """
 
-    def __init__(self, model: nn.Module, *, wire_dtype: str | None = "bfloat16", has_buffers: bool = False) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        wire_dtype: str | None = "bfloat16",
+        has_buffers: bool = False,
+        views: Sequence[View] = (),
+    ) -> None:
         is_distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
         self.rank = torch.distributed.get_rank() if is_distributed else 0
         self.world_size = torch.distributed.get_world_size() if is_distributed else 1
@@ -72,38 +85,53 @@ class FsdpTrainer(Trainer):
             name = _clean(raw_name)
             self._sources[name] = self._source(name, buffer, None)
 
+        self._set_views(views)
+
     def tensors(self) -> Mapping[str, TensorSpec]:
         """Return every tensor, in the model's order."""
-        return {name: source.spec for name, source in self._sources.items()}
+        return dict(self._specs)
 
     def aliases(self) -> Mapping[str, str]:
         """Return the other names of tied parameters."""
         return dict(self._aliases)
 
     def layout(self) -> Mapping[str, ShardSpec]:
-        """Return this rank's boxes; scalars that another rank publishes are absent."""
-        return {name: source.box for name, source in self._sources.items() if source.box is not None}
+        """Return this rank's boxes; scalars and views that other ranks publish are absent."""
+        boxes = {name: source.box for name, source in self._sources.items() if source.box is not None}
+        own = {name: box for name, box in boxes.items() if name not in self._viewed}
+        return own | {name: held.box for name, held in self._held.items()}
 
-    def shards(self) -> Mapping[str, Bits]:
-        """Return this rank's bits: views where dtype and strides allow, else the wire buffers, refilled by each call."""
+    def shards(self) -> Mapping[str, ShardBits]:
+        """Return this rank's bits: views where dtype and strides allow, else cast when a slice is read."""
         with torch.no_grad():
-            return {
-                name: source.bits() if source.box.num_elements else _empty(source)
-                for name, source in self._sources.items()
-                if source.box is not None
-            }
+            bits = {name: source.bits() for name, source in self._sources.items() if source.box is not None}
+        own = {name: one for name, one in bits.items() if name not in self._viewed}
+        return own | {name: HeldBits(held, bits) for name, held in self._held.items()}
+
+    def _set_views(self, views: Sequence[View]) -> None:
+        parameters = {name: source.spec for name, source in self._sources.items()}
+        specs = view_specs(views, parameters)
+        views_of: dict[str, list[View]] = {}
+        for view in views:
+            views_of.setdefault(view.parameter, []).append(view)
+        tied = sorted(views_of.keys() & set(self._aliases.values()))
+        if tied:
+            message = f"views of tied parameters cannot be published: {', '.join(tied)}"
+            raise LayoutMismatchError(message)
+        self._viewed = frozenset(views_of)
+        self._specs: dict[str, TensorSpec] = {}
+        for name, spec in parameters.items():
+            self._specs |= (
+                {view.name: specs[view.name] for view in views_of[name]} if name in views_of else {name: spec}
+            )
+        boxes = {name: source.box for name, source in self._sources.items() if source.box is not None}
+        self._held = held_tensors(views, boxes)
 
     def _source(self, name: str, tensor: torch.Tensor, wire_dtype: str | None) -> _Source:
         is_cast = wire_dtype is not None and tensor.is_floating_point()
         dtype = torch_dtype(wire_dtype) if is_cast and wire_dtype is not None else tensor.dtype
-        local = _local(tensor)
-        box = self._box(name, tensor)
-        is_ready = local.dtype == dtype and local.is_contiguous() and local.device.type == "cpu"
-        buffer = None
-        if not is_ready and box is not None and box.num_elements:
-            buffer = torch.empty(local.shape, dtype=dtype, device="cpu", pin_memory=local.is_cuda)
         spec = TensorSpec(name=name, shape=tuple(tensor.shape), dtype=dtype_name(dtype))
-        return _Source(tensor=tensor, spec=spec, box=box, buffer=buffer)
+        return _Source(tensor=tensor, spec=spec, dtype=dtype, box=self._box(name, tensor))
 
     def _box(self, name: str, tensor: torch.Tensor) -> ShardSpec | None:
         shape = tuple(tensor.shape)
@@ -134,12 +162,6 @@ class FsdpTrainer(Trainer):
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     local: torch.Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return local.detach()
-
-
-def _empty(source: _Source) -> Bits:
-    box = source.box
-    assert box is not None  # noqa: S101 - the caller has checked
-    return bits_of(torch.empty(box.shape, dtype=torch_dtype(source.spec.dtype)))
 
 
 def _clean(name: str) -> str:

@@ -1,42 +1,65 @@
 """A served store, seen from another process.
 
-Invariants: one request at a time on one connection; after a failure the connection is thrown away, never reused half-read;
-a lost connection is opened again once a request, which is safe because every operation may be repeated.
+Invariants: one request at a time on one connection, and as many connections as there are requests at a time, so that a long
+wait or a large blob holds up nobody else; after a failure a connection is thrown away, never reused half-read; a lost
+connection is opened again once a request, which is safe because every operation may be repeated.
 """
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
+import time
 from collections.abc import Sequence
+from typing import TypeVar
 
 from rose.backends.memory import wire
 from rose.backends.memory.wire import Op, Status
-from rose.errors import BlobNotFoundError, TransportError, VersionConflictError
+from rose.errors import BlobNotFoundError, CorruptUpdateError, TransportError, VersionConflictError
+from rose.interfaces.transport import Payload
+
+T = TypeVar("T")
+_MAX_IDLE = 8
+_MAX_WAIT_S = 10.0
 
 
 class StoreClient:
-    """The operations of a store, over one persistent connection. Thread-safe.
+    """The operations of a store, over a few persistent connections. Thread-safe.
 
     Args:
         host: Where the store is served.
         port: Its port.
         token: Its token.
-        timeout_s: How long any one send or receive may take.
+        timeout_s: How long a send or a receive may stand still.
     """
 
     def __init__(self, host: str, port: int, token: str, *, timeout_s: float) -> None:
         self._host, self._port, self._token, self._timeout_s = host, port, token, timeout_s
         self._lock = threading.Lock()
-        self._sock: socket.socket | None = None
+        self._idle: list[socket.socket] = []
+        self._busy: set[socket.socket] = set()
+        self._num_closes = 0
 
-    def put(self, key: str, payload: bytes | memoryview) -> None:
+    def put(self, key: str, payload: Payload) -> None:
         """Write once."""
         self._call(Op.PUT, key, memoryview(payload).cast("B"))
 
     def get(self, key: str) -> bytes:
         """Read."""
-        return bytes(self._call(Op.GET, key)[1])
+        return wire.owned_bytes(self._call(Op.GET, key)[1])
+
+    def get_when_ready(self, key: str, timeout_s: float) -> bytes:
+        """Read as soon as it is there. A long wait is several requests, each shorter than what counts as standing still."""
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            left_s = max(deadline_s - time.monotonic(), 0.0)
+            wait_s = min(left_s, _MAX_WAIT_S, self._timeout_s / 2)
+            try:
+                return wire.owned_bytes(self._call(Op.GET_WHEN_READY, key, wire.pack_seconds(wait_s))[1])
+            except BlobNotFoundError:
+                if wait_s >= left_s:
+                    raise
 
     def delete(self, keys: Sequence[str]) -> None:
         """Remove."""
@@ -53,77 +76,112 @@ class StoreClient:
         When the connection was lost in between, a pointer that holds ``value`` counts as set by this call; callers that
         race must use values of their own, as publishers do.
         """
-        with self._lock:
-            frame, was_repeated = self._exchange(Op.COMPARE_AND_SET, name, wire.pack_strings([expected, value]))
-        status, _ = _read_answer(frame)
+        status, _, was_repeated = self._exchange(Op.COMPARE_AND_SET, name, wire.pack_strings([expected, value]))
         return status is Status.OK or (was_repeated and self.read_pointer(name) == value)
 
+    def invalidate(self, key: str, damaged: str | None = None) -> None:
+        """Forget a copy."""
+        self._call(Op.INVALIDATE, key, wire.pack_strings([damaged]))
+
     def close(self) -> None:
-        """Close the connection; the next request would open it again."""
+        """Close the connections, which ends requests that wait; the next request would open one again."""
         with self._lock:
-            self._drop()
+            self._num_closes += 1
+            busy = list(self._busy)
+        for sock in busy:
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)  # whoever uses it closes it
+        self._drop_idle()
 
-    def _call(self, op: Op, name: str, body: bytes | memoryview = b"") -> tuple[Status, memoryview]:
-        with self._lock:
-            frame, _ = self._exchange(op, name, body)
-        return _read_answer(frame)
+    def _call(self, op: Op, name: str, body: Payload = b"") -> tuple[Status, memoryview]:
+        status, answer, _ = self._exchange(op, name, body)
+        return status, answer
 
-    def _exchange(self, op: Op, name: str, body: bytes | memoryview = b"") -> tuple[memoryview, bool]:
+    def _exchange(self, op: Op, name: str, body: Payload = b"") -> tuple[Status, memoryview, bool]:
         """Send and receive, once more when the connection turns out to be lost; says whether it was sent twice."""
-        had_connection = self._sock is not None
+        num_closes, sock = self._num_closes, self._take_idle()
+        was_idle = sock is not None
         try:
-            return self._once(op, name, body), False
-        except TimeoutError as error:
+            return *self._once(sock, op, name, body), False
+        except (TimeoutError, BlockingIOError) as error:
             message = f"the store at {self._host}:{self._port} did not answer {op.name} within {self._timeout_s} s"
             raise TransportError(message) from error
         except OSError as error:
             lost = error
-        if had_connection:
+        if was_idle and num_closes == self._num_closes:
+            self._drop_idle()  # those beside it are as old
             try:
-                return self._once(op, name, body), True
+                return *self._once(None, op, name, body), True
             except OSError as error:
                 lost = error
         message = f"the store at {self._host}:{self._port} cannot be reached ({lost}); is its process alive?"
         raise TransportError(message) from lost
 
-    def _once(self, op: Op, name: str, body: bytes | memoryview) -> memoryview:
+    def _once(self, sock: socket.socket | None, op: Op, name: str, body: Payload) -> tuple[Status, memoryview]:
+        sock = sock or self._connect()
         try:
-            sock = self._connect()
             wire.send_frame(sock, wire.request_head(op, name), body)
-            frame = wire.receive_frame(sock)
-        except (OSError, TransportError):
-            self._drop()
+            answer = _arrived(wire.receive_answer(sock), "the connection was closed")
+        except BaseException:
+            self._throw_away(sock)
             raise
-        if frame is None:
-            self._drop()
-            message = "the connection was closed"
-            raise ConnectionResetError(message)
-        return frame
+        self._give_back(sock)
+        _check(*answer)
+        return answer
 
     def _connect(self) -> socket.socket:
-        if self._sock is None:
-            sock = socket.create_connection((self._host, self._port), timeout=self._timeout_s)
-            self._sock = sock
+        sock = socket.create_connection((self._host, self._port), timeout=self._timeout_s)
+        with self._lock:
+            self._busy.add(sock)
+        try:
+            wire.set_limits(sock, send_s=self._timeout_s, receive_s=self._timeout_s)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             wire.send_frame(sock, self._token.encode())
-            if wire.receive_frame(sock) is None:
-                message = "the store refused the token"
-                raise ConnectionRefusedError(message)
-        return self._sock
+            _arrived(wire.receive_frame(sock), "the store refused the token")
+        except BaseException:
+            self._throw_away(sock)
+            raise
+        return sock
 
-    def _drop(self) -> None:
-        if self._sock is not None:
-            self._sock.close()
-            self._sock = None
+    def _take_idle(self) -> socket.socket | None:
+        with self._lock:
+            sock = self._idle.pop() if self._idle else None
+            if sock is not None:
+                self._busy.add(sock)
+            return sock
+
+    def _give_back(self, sock: socket.socket) -> None:
+        with self._lock:
+            self._busy.discard(sock)
+            if len(self._idle) < _MAX_IDLE:
+                self._idle.append(sock)
+                return
+        sock.close()
+
+    def _throw_away(self, sock: socket.socket) -> None:
+        with self._lock:
+            self._busy.discard(sock)
+        sock.close()
+
+    def _drop_idle(self) -> None:
+        with self._lock:
+            idle, self._idle = self._idle, []
+        for sock in idle:
+            sock.close()
 
 
-def _read_answer(frame: memoryview) -> tuple[Status, memoryview]:
-    status, body = Status(frame[0]), frame[1:]
-    if status is Status.NOT_FOUND:
-        raise BlobNotFoundError(str(body, "utf-8"))
-    if status is Status.CONFLICT:
-        raise VersionConflictError(str(body, "utf-8"))
+def _arrived(frame: T | None, otherwise: str) -> T:
+    if frame is None:
+        raise ConnectionResetError(otherwise)
+    return frame
+
+
+def _check(status: Status, body: memoryview) -> None:
+    """Raise the error that an answer stands for."""
+    kinds = {Status.NOT_FOUND: BlobNotFoundError, Status.CONFLICT: VersionConflictError,
+             Status.CORRUPT: CorruptUpdateError, Status.FAILED: TransportError}  # fmt: skip
+    if status in kinds:
+        raise kinds[status](str(body, "utf-8"))
     if status is Status.BAD_REQUEST:
         message = f"the store refused a request: {str(body, 'utf-8')}"
         raise TransportError(message)
-    return status, body

@@ -1,7 +1,8 @@
-"""A local store behind a TCP port.
+"""A store behind a TCP port: the blobs of this process, or any other transport on behalf of others.
 
 Invariants: the listening socket is bound once and kept, so a port that was handed out is never lost to another process;
-a connection that does not begin with the token is closed unanswered; one client's failure ends its connection only.
+a connection that does not begin with the token is closed unanswered; one client's failure, or its slowness, ends or slows its
+connection only; what the store itself raises reaches the client as the same kind of error.
 """
 
 from __future__ import annotations
@@ -11,33 +12,61 @@ import ipaddress
 import secrets
 import socket
 import threading
+import time
 
 from rose.backends.memory import wire
-from rose.backends.memory.store import LocalStore
+from rose.backends.memory.store import BlobStore
 from rose.backends.memory.wire import Op, Status
-from rose.errors import BlobNotFoundError, TransportError, VersionConflictError
+from rose.errors import BlobNotFoundError, CorruptUpdateError, TransportError, VersionConflictError
+from rose.interfaces.transport import Payload, SupportsInvalidate
+from rose.transfer.cluster_wait import wait_for_blob
+from rose.types import TransportAddress
 
 _TOKEN_TIMEOUT_S = 10.0
+_WAIT_SLICE_S = 0.25
+"""How long a wait may keep a closing server."""
+_STATUS_OF = (
+    (BlobNotFoundError, Status.NOT_FOUND),
+    (VersionConflictError, Status.CONFLICT),
+    (CorruptUpdateError, Status.CORRUPT),
+    (TransportError, Status.FAILED),
+)
 
 
 class StoreServer:
     """Serves a store to other processes until closed.
 
     Args:
-        store: The blobs.
+        store: The blobs; any ``Transport`` will do.
         host: Address to listen on; must be loopback unless ``is_public``.
         port: Port, or 0 for a free one.
         is_public: Allow an address that other machines can reach.
+        token: What clients must know; a new one by default. One that is kept lets clients outlive a restart of the server.
+        stall_s: A client that takes nothing of an answer for this long is let go.
+
+    Raises:
+        TransportError: The address is not loopback, or cannot be listened on.
     """
 
-    def __init__(self, store: LocalStore, host: str, port: int, *, is_public: bool) -> None:
+    def __init__(
+        self,
+        store: BlobStore,
+        host: str,
+        port: int,
+        *,
+        is_public: bool,
+        token: str | None = None,
+        stall_s: float = 60.0,
+    ) -> None:
         if not is_public and not _is_loopback(host):
             message = f"{host!r} can be reached from other machines; pass is_public=True if that is meant"
             raise TransportError(message)
         self._store = store
-        self.token = secrets.token_hex(16)
+        self._stall_s = stall_s
+        self.token = token or secrets.token_hex(16)
         try:
-            self._listener = socket.create_server((host, port), backlog=128)
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            self._listener = socket.create_server((host, port), family=family, backlog=512)
         except OSError as error:
             message = f"cannot listen on {host}:{port}: {error}; choose another port, or 0 for a free one"
             raise TransportError(message) from error
@@ -48,6 +77,11 @@ class StoreServer:
         self._is_closed = False
         self._acceptor = threading.Thread(target=self._accept, name=f"rose-store-{self.port}", daemon=True)
         self._acceptor.start()
+
+    def address(self) -> TransportAddress:
+        """Return how another process opens the store."""
+        options = (("host", self.host), ("port", self.port), ("token", self.token))
+        return TransportAddress(name="memory", options=options)
 
     def close(self) -> None:
         """Stop listening and end every connection. Idempotent."""
@@ -83,53 +117,87 @@ class StoreServer:
     def _serve(self, connection: socket.socket) -> None:
         try:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # a machine that vanished says no goodbye
             if self._is_welcome(connection):
-                while (frame := wire.receive_frame(connection)) is not None:
-                    wire.send_frame(connection, *self._answer(frame))
+                while self._answer_one(connection):
+                    pass
         except (OSError, TransportError):
-            pass  # the client is gone or speaks another protocol; it sees the connection end
+            pass  # the client is gone, stands still or speaks another protocol; it sees the connection end
         finally:
             with self._lock:
                 self._connections.pop(connection, None)
             connection.close()
 
     def _is_welcome(self, connection: socket.socket) -> bool:
-        connection.settimeout(_TOKEN_TIMEOUT_S)
+        wire.set_limits(connection, send_s=self._stall_s, receive_s=_TOKEN_TIMEOUT_S)
         frame = wire.receive_frame(connection, wire.MAX_TOKEN_BYTES)
         if frame is None or not hmac.compare_digest(bytes(frame), self.token.encode()):
             return False
-        connection.settimeout(None)
+        wire.set_limits(connection, send_s=self._stall_s, receive_s=None)
         wire.send_frame(connection, bytes([Status.OK]))
         return True
 
-    def _answer(self, frame: memoryview) -> tuple[bytes, bytes]:
+    def _answer_one(self, connection: socket.socket) -> bool:
+        """Answer the next request; returns whether there was one."""
         try:
-            status, body = self._apply(*wire.split_request(frame))
-        except BlobNotFoundError as error:
-            status, body = Status.NOT_FOUND, str(error).encode()
-        except VersionConflictError as error:
-            status, body = Status.CONFLICT, str(error).encode()
+            request = wire.receive_request(connection)
         except ValueError as error:
-            status, body = Status.BAD_REQUEST, str(error).encode()
-        return bytes([status]), body
+            wire.send_frame(connection, bytes([Status.BAD_REQUEST]), str(error).encode())
+            return True
+        if request is None:
+            return False
+        status, body = self._answer(*request)
+        wire.send_frame(connection, bytes([status]), body)
+        return True
 
-    def _apply(self, op: Op, name: str, body: memoryview) -> tuple[Status, bytes]:
-        if op is Op.PUT:
-            self._store.put(name, body)
-            return Status.OK, b""
+    def _answer(self, op: Op, name: str, body: memoryview) -> tuple[Status, Payload]:
+        try:
+            return self._apply(op, name, body)
+        except (BlobNotFoundError, VersionConflictError, CorruptUpdateError, TransportError) as error:
+            status = next(status for kind, status in _STATUS_OF if isinstance(error, kind))
+            return status, str(error).encode()
+        except ValueError as error:
+            return Status.BAD_REQUEST, str(error).encode()
+
+    def _apply(self, op: Op, name: str, body: memoryview) -> tuple[Status, Payload]:
         if op is Op.GET:
             return Status.OK, self._store.get(name)
-        if op is Op.DELETE:
-            self._store.delete([key for key in wire.unpack_strings(body) if key is not None])
-            return Status.OK, b""
+        if op is Op.GET_WHEN_READY:
+            return Status.OK, self._wait(name, wire.unpack_seconds(body))
         if op is Op.READ_POINTER:
             value = self._store.read_pointer(name)
             return (Status.NO, b"") if value is None else (Status.OK, value.encode())
+        return (Status.OK if self._change(op, name, body) else Status.NO), b""
+
+    def _change(self, op: Op, name: str, body: memoryview) -> bool:
+        """Carry out an operation that answers with no bytes; returns whether it took effect."""
+        if op is Op.PUT:
+            self._store.put(name, wire.owned_bytes(body))
+            return True
+        if op is Op.DELETE:
+            self._store.delete([key for key in wire.unpack_strings(body) if key is not None])
+            return True
+        if op is Op.INVALIDATE:
+            (damaged,) = wire.unpack_strings(body)
+            if isinstance(self._store, SupportsInvalidate):
+                self._store.invalidate(name, damaged)
+            return True
         expected, value = wire.unpack_strings(body)
         if value is None:
             message = "a pointer cannot be set to nothing"
             raise ValueError(message)
-        return (Status.OK if self._store.compare_and_set(name, expected, value) else Status.NO), b""
+        return self._store.compare_and_set(name, expected, value)
+
+    def _wait(self, key: str, timeout_s: float) -> Payload:
+        """Wait in slices, so that a server that closes waits for nobody's blob."""
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            left_s = max(deadline_s - time.monotonic(), 0.0)
+            try:
+                return wait_for_blob(self._store, key, min(left_s, _WAIT_SLICE_S))
+            except BlobNotFoundError:
+                if self._is_closed or left_s <= _WAIT_SLICE_S:
+                    raise
 
 
 def _shut(sock: socket.socket) -> None:

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 
 from rose.backends.memory.client import StoreClient
 from rose.backends.memory.server import StoreServer
-from rose.backends.memory.store import BlobStore, LocalStore
+from rose.backends.memory.store import LocalStore, WaitingStore
 from rose.errors import ConfigError, TransportError
-from rose.interfaces.transport import Transport
+from rose.interfaces.transport import Payload, Transport
 from rose.types import TransportAddress
 
 _local_stores: weakref.WeakValueDictionary[str, LocalStore] = weakref.WeakValueDictionary()
@@ -28,7 +28,7 @@ class MemoryTransport(Transport):
         host: Where another process serves its store.
         port: Its port.
         token: Its token.
-        timeout_s: How long any one send or receive may take.
+        timeout_s: How long a send or a receive may stand still.
 
     Raises:
         ConfigError: The arguments name no one place.
@@ -46,10 +46,11 @@ class MemoryTransport(Transport):
     ) -> None:
         self._server: StoreServer | None = None
         self._address: TransportAddress
-        self._store: BlobStore
+        self._store: WaitingStore
         if host is not None and port is not None and token is not None and local is None:
             self._store = StoreClient(host, port, token, timeout_s=timeout_s)
-            self._address = _served_address(host, port, token)
+            options = (("host", host), ("port", port), ("token", token))
+            self._address = TransportAddress(name="memory", options=options)
         elif (host, port, token) == (None, None, None):
             name, self._store = _find_local(local)
             self._address = TransportAddress(name="memory", options=(("local", name),))
@@ -57,13 +58,16 @@ class MemoryTransport(Transport):
             message = "a memory transport takes nothing, or local=..., or host=..., port=... and token=... together"
             raise ConfigError(message)
 
-    def serve(self, host: str = "127.0.0.1", port: int = 0, *, is_public: bool = False) -> TransportAddress:
+    def serve(
+        self, host: str = "127.0.0.1", port: int = 0, *, is_public: bool = False, token: str | None = None
+    ) -> TransportAddress:
         """Let other processes reach this store until ``close``; returns the address that ``address`` gives from then on.
 
         Args:
             host: Address to listen on, and under which others find the store: name an interface, not ``0.0.0.0``.
             port: Port, or 0 for a free one.
             is_public: Allow an address that other machines can reach. The token is all that protects it.
+            token: What clients must know; a new one by default.
 
         Raises:
             TransportError: The port is taken, the host is not loopback, it is served already, or this is a client.
@@ -71,17 +75,25 @@ class MemoryTransport(Transport):
         if not isinstance(self._store, LocalStore) or self._server is not None:
             message = f"only the owner of the blobs can serve them, and once; this is {self.address()}"
             raise TransportError(message)
-        self._server = StoreServer(self._store, host, port, is_public=is_public)
-        self._address = _served_address(host, self._server.port, self._server.token)
+        self._server = StoreServer(self._store, host, port, is_public=is_public, token=token)
+        self._address = self._server.address()
         return self._address
 
-    def put(self, key: str, payload: bytes | memoryview) -> None:
+    def put(self, key: str, payload: Payload) -> None:
         """Write a blob once."""
         self._store.put(key, payload)
 
     def get(self, key: str) -> bytes:
         """Read a blob."""
         return self._store.get(key)
+
+    def get_when_ready(self, key: str, timeout_s: float) -> bytes:
+        """Read a blob as soon as it is there."""
+        return self._store.get_when_ready(key, timeout_s)
+
+    def invalidate(self, key: str, damaged: str | None = None) -> None:
+        """Let whoever serves the store forget its copy; without effect where the originals are."""
+        self._store.invalidate(key, damaged)
 
     def delete(self, keys: Sequence[str]) -> None:
         """Remove blobs."""
@@ -104,10 +116,6 @@ class MemoryTransport(Transport):
         if self._server is not None:
             self._server.close()
         self._store.close()
-
-
-def _served_address(host: str, port: int, token: str) -> TransportAddress:
-    return TransportAddress(name="memory", options=(("host", host), ("port", port), ("token", token)))
 
 
 def _find_local(name: str | None) -> tuple[str, LocalStore]:

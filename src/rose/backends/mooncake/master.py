@@ -45,8 +45,9 @@ class MooncakeMaster:
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
         self._process: subprocess.Popen[bytes] | None = None
         self.address = ""
+        self._ports: list[int] = []
         for _ in range(_MAX_TRIES):
-            if self._try_start(timeout_s):
+            if self._try_start(timeout_s, _free_ports(2)):
                 return
         message = f"mooncake_master did not start in {_MAX_TRIES} tries; its last words: {self._last_words()}"
         self.close()
@@ -62,17 +63,33 @@ class MooncakeMaster:
         """Close."""
         self.close()
 
-    def close(self) -> None:
-        """End the process; every blob is lost. Idempotent."""
+    def kill(self) -> None:
+        """End the process at once, as a failing machine does; every blob is lost. Idempotent."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
             self._process = None
+
+    def restart(self, timeout_s: float = 30.0) -> None:
+        """Start an empty master at the same address, where the store's members find it by themselves after some seconds.
+
+        Raises:
+            TransportError: It does not start there.
+            DeadlineExceededError: It does not listen in time.
+        """
+        self.kill()
+        if not self._try_start(timeout_s, self._ports):
+            message = f"mooncake_master did not start again on {self.address}; its last words: {self._last_words()}"
+            raise TransportError(message)
+
+    def close(self) -> None:
+        """End the process and drop its log. Idempotent."""
+        self.kill()
         self._log.close()
 
-    def _try_start(self, timeout_s: float) -> bool:
-        """Start on fresh ports; returns whether the process lives and listens."""
-        rpc_port, metrics_port = _free_ports(2)
+    def _try_start(self, timeout_s: float, ports: list[int]) -> bool:
+        """Start on these ports; returns whether the process lives and listens."""
+        rpc_port, metrics_port = self._ports = ports
         self._process = subprocess.Popen(
             [
                 self._program,

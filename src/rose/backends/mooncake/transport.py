@@ -2,7 +2,8 @@
 
 A blob is a small *claim* (a nonce, length and checksum), created first and read back, and its chunks. The claim settles who
 owns the key, so bytes that differ from it are refused before any chunk moves; a blob whose chunks are not all there yet is
-not found. The checksum covers the whole blob, because the store verifies nothing by default.
+not found. A blob of up to ``INLINE_BYTES`` has no chunks: its bytes follow its claim in the same object. The checksum covers
+the whole blob, because the store verifies nothing by default.
 
 The store has no compare-and-set. A pointer is a row of write-once *generations* ``pointer/<name>/<g>``: setting it creates the
 generation after the one that holds the expected value, and reading back tells whose value it is. Generations stay, since
@@ -15,18 +16,28 @@ forgotten everything, pointers too: they read as never set, upon which a publish
 from __future__ import annotations
 
 import secrets
+import struct
 import threading
 from collections.abc import Iterator, Sequence
 
 import attrs
+import numpy as np
 
-from rose.backends.mooncake.objects import ObjectStore
+from rose.backends.memory.buffers import fillable
+from rose.backends.mooncake.objects import ObjectStore, StoreOptions
+from rose.backends.mooncake.retry import RetryPolicy
 from rose.errors import BlobNotFoundError, CorruptUpdateError, TransportError, VersionConflictError
-from rose.interfaces.transport import Transport
+from rose.interfaces.transport import Payload, Transport
 from rose.transfer.delta import digest
 from rose.types import TransportAddress
 
 CHUNK_BYTES = 32 << 20
+INLINE_BYTES = 512 << 10
+"""Above it the copy out of a shared buffer costs more than the second object."""
+
+_CLAIM = struct.Struct("<4s8sQ16s")
+_MAGIC = b"RMC1"
+_NONCE_BYTES = 8
 
 
 @attrs.frozen(kw_only=True)
@@ -34,13 +45,21 @@ class _Claim:
     length_bytes: int
     checksum: str
 
+    @property
+    def is_inline(self) -> bool:
+        return self.length_bytes <= INLINE_BYTES
+
     def to_bytes(self) -> bytes:
-        return f"{secrets.token_hex(8)} {self.length_bytes} {self.checksum}".encode()
+        nonce = secrets.token_bytes(_NONCE_BYTES)
+        return _CLAIM.pack(_MAGIC, nonce, self.length_bytes, bytes.fromhex(self.checksum))
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> _Claim:
-        _, length, checksum = data.decode().split(" ")
-        return cls(length_bytes=int(length), checksum=checksum)
+    def from_bytes(cls, data: bytes, key: str) -> _Claim:
+        if len(data) != _CLAIM.size or not data.startswith(_MAGIC):
+            message = f"the store holds no claim of ROSE's under {key!r}, but {len(data)} bytes that begin {data[:8]!r}"
+            raise CorruptUpdateError(message)
+        _, _, length, checksum = _CLAIM.unpack(data)
+        return cls(length_bytes=length, checksum=checksum.hex())
 
 
 class MooncakeTransport(Transport):
@@ -50,13 +69,17 @@ class MooncakeTransport(Transport):
         master: ``host:port`` of ``mooncake_master``.
         segment_bytes: Memory that this process gives to the store. At least one process must give some.
         hostname: Address that peers use to reach this process's memory.
-        buffer_bytes: Local staging buffer.
-        protocol: ``tcp`` or ``rdma``.
+        buffer_bytes: The library's own staging buffer.
+        protocol: ``tcp`` or ``rdma``; anything but ``tcp`` is handed to the library as it is.
         metadata: Metadata server, or ``P2PHANDSHAKE`` for none.
+        preferred_segment: The ``segment`` of a process whose memory takes what this one puts, while it has room: a
+            publisher names one in the serving cluster, so that each byte crosses the link between them once. It is this
+            process's own choice and not part of ``address``.
+        retry_s: How long a call is repeated whose failure may pass; a call ends by then and the time of one try.
 
     Raises:
         BackendUnavailableError: Mooncake or libibverbs1 is not installed.
-        TransportError: The master cannot be reached.
+        TransportError: The master cannot be reached, or there is no such preferred segment.
     """
 
     def __init__(
@@ -65,17 +88,23 @@ class MooncakeTransport(Transport):
         master: str,
         segment_bytes: int = 0,
         hostname: str = "127.0.0.1",
-        buffer_bytes: int = 64 << 20,
+        buffer_bytes: int = 16 << 20,
         protocol: str = "tcp",
         metadata: str = "P2PHANDSHAKE",
+        preferred_segment: str = "",
+        retry_s: float = 5.0,
     ) -> None:
         self._objects = ObjectStore(
-            master=master,
-            hostname=hostname,
-            segment_bytes=segment_bytes,
-            buffer_bytes=buffer_bytes,
-            protocol=protocol,
-            metadata=metadata,
+            StoreOptions(
+                master=master,
+                hostname=hostname,
+                segment_bytes=segment_bytes,
+                buffer_bytes=buffer_bytes,
+                protocol=protocol,
+                metadata=metadata,
+                preferred_segment=preferred_segment,
+                retry=RetryPolicy(budget_s=retry_s),
+            )
         )
         self._address = TransportAddress(
             name="mooncake", options=(("master", master), ("protocol", protocol), ("metadata", metadata))
@@ -83,16 +112,23 @@ class MooncakeTransport(Transport):
         self._lock = threading.Lock()
         self._newest_known: dict[str, int] = {}
 
-    def put(self, key: str, payload: bytes | memoryview) -> None:
-        """Write a blob once."""
+    @property
+    def segment(self) -> str:
+        """Return the name of this process's memory in the store, for ``preferred_segment`` elsewhere."""
+        return self._objects.segment
+
+    def put(self, key: str, payload: Payload) -> None:
+        """Write a blob once. One that failed half-way may be put again or deleted."""
         data = memoryview(payload).cast("B")
         claim = _Claim(length_bytes=len(data), checksum=digest(data))
-        held = _Claim.from_bytes(self._objects.create(_claim_key(key), claim.to_bytes()))
+        body = data if claim.is_inline else data[:0]
+        held = _Claim.from_bytes(self._objects.create(_claim_key(key), claim.to_bytes(), body), key)
         if held != claim:
             message = f"key {key!r} already holds {held.length_bytes} other bytes; keys are written once"
             raise VersionConflictError(message)
-        for chunk_key, part in _chunks(key, len(data)):
-            self._objects.write_from(chunk_key, data[part])
+        if not claim.is_inline:
+            for chunk_key, part in _chunks(key, len(data)):
+                self._objects.write_from(chunk_key, data[part])
 
     def get(self, key: str) -> bytes:
         """Read a blob.
@@ -102,24 +138,25 @@ class MooncakeTransport(Transport):
             CorruptUpdateError: The store gave other bytes than were put.
             TransportError: The store failed.
         """
-        claim = self._claim(key)
-        if claim is None:
+        found = self._read(key)
+        if found is None:
             message = f"there is no blob {key!r}"
             raise BlobNotFoundError(message)
-        data = bytearray(claim.length_bytes)
-        for chunk_key, part in _chunks(key, len(data)):
-            self._objects.read_into(chunk_key, memoryview(data)[part])
-        if digest(memoryview(data)) != claim.checksum:
+        claim, data = found
+        if not claim.is_inline:
+            data = self._read_chunks(key, claim.length_bytes)
+        if len(data) != claim.length_bytes or digest(data) != claim.checksum:
             message = f"the store gave other bytes for {key!r} than were put"
             raise CorruptUpdateError(message)
-        return bytes(data)
+        return data
 
     def delete(self, keys: Sequence[str]) -> None:
         """Remove blobs; the claim goes last, so that a half-removed blob can be removed again."""
         for key in keys:
-            claim = self._claim(key)
-            if claim is not None:
-                for chunk_key, _ in _chunks(key, claim.length_bytes):
+            found = self._read(key)
+            if found is not None:
+                claim, _ = found
+                for chunk_key, _ in _chunks(key, 0 if claim.is_inline else claim.length_bytes):
                     self._objects.remove(chunk_key)
                 self._objects.remove(_claim_key(key))
 
@@ -132,7 +169,7 @@ class MooncakeTransport(Transport):
         newest, found = self._read_newest(name)
         if found != expected:
             return False
-        record = f"{secrets.token_hex(8)} {value}".encode()
+        record = f"{secrets.token_hex(_NONCE_BYTES)} {value}".encode()
         return self._objects.create(_generation_key(name, newest + 1), record) == record
 
     def address(self) -> TransportAddress:
@@ -143,9 +180,17 @@ class MooncakeTransport(Transport):
         """Leave the store; memory given to it goes with its blobs."""
         self._objects.close()
 
-    def _claim(self, key: str) -> _Claim | None:
-        held = self._objects.read(_claim_key(key))
-        return None if held is None else _Claim.from_bytes(held)
+    def _read(self, key: str) -> tuple[_Claim, bytes] | None:
+        """Return a blob's claim and the bytes that follow it."""
+        held = self._objects.read(_claim_key(key), _CLAIM.size)
+        return None if held is None else (_Claim.from_bytes(held[0], key), held[1])
+
+    def _read_chunks(self, key: str, length_bytes: int) -> bytes:
+        data, view = fillable(length_bytes)
+        target = np.frombuffer(view, dtype=np.uint8)
+        for chunk_key, part in _chunks(key, length_bytes):
+            self._objects.read_into(chunk_key, target[part])
+        return data
 
     def _read_newest(self, name: str) -> tuple[int, str | None]:
         """Return the newest generation (-1 before the first) and its value."""
@@ -158,7 +203,7 @@ class MooncakeTransport(Transport):
         if record is None:
             message = f"generation {newest} of pointer {name!r} vanished while it was read; was the master restarted?"
             raise TransportError(message)
-        return newest, record.decode().split(" ", 1)[1]
+        return newest, record[1].decode().split(" ", 1)[1]
 
     def _find_newest(self, name: str, known: int) -> int:
         """Step out from a known generation in growing strides, then bisect; generations have no gap."""

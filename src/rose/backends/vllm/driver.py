@@ -24,10 +24,13 @@ from rose.backends.vllm.options import VllmOptions
 from rose.backends.vllm.streams import RequestLimits, parse_label
 from rose.backends.vllm.wire import activation_from_wire, unwrap, update_to_wire
 from rose.clocks import MonotonicClock
-from rose.errors import EngineFencedError, EngineLostError, RequestRefusedError, RoseError
+from rose.errors import CorruptUpdateError, EngineFencedError, EngineLostError, RequestRefusedError, RoseError
 from rose.interfaces import Clock, ServingEngine
 from rose.interfaces.serving import PauseMode
+from rose.interfaces.trainer import ShardSpec
+from rose.transfer.kernels import Sum
 from rose.transfer.layout import TargetLayout
+from rose.transfer.sums import engine_sums
 from rose.types import Activation, EngineRequest, EngineSnapshot, RequestId, TokenChunk, WeightUpdate, WeightVersion
 
 _STAGE_POLL_S = 0.005
@@ -169,19 +172,29 @@ class VllmDriver(ServingEngine):
         self._is_paused = False
 
     async def stage(self, update: WeightUpdate) -> None:
-        """Fetch, verify and decode an update on a thread of the engine while it serves."""
-        async with self._update_lock:
-            await self._ask("rose_stage", update_to_wire(update))
-            while not await self._ask("rose_poll_stage"):  # noqa: ASYNC110 - what is waited for is in another process
-                await asyncio.sleep(_STAGE_POLL_S)
+        """Fetch, verify and decode an update on a thread of the engine while it serves.
 
-    async def activate(self, *, is_verified: bool = True) -> Activation:
+        Raises:
+            CorruptUpdateError: Also when an audit of the live weights, due every so many updates, finds them damaged; the engine is then
+                fenced.
+        """
+        async with self._update_lock:
+            try:
+                await self._ask("rose_stage", update_to_wire(update))
+                while not await self._ask("rose_poll_stage"):  # noqa: ASYNC110 - what is waited for is in another process
+                    await asyncio.sleep(_STAGE_POLL_S)
+            except CorruptUpdateError:
+                if not self._is_fenced and await self._ask("rose_is_fenced"):
+                    await self._fence()
+                raise
+
+    async def activate(self, *, is_verified: bool = False) -> Activation:
         """Make the staged update current; requests in flight are recomputed under the new weights and go on.
 
         A cancelled caller waits until the engine is at one version again.
 
         Args:
-            is_verified: Compare the checksum of every cell after the write.
+            is_verified: Sum the whole state anew in the pause, not what changed only.
         """
         async with self._update_lock:
             return await to_the_end(self._activate(is_verified=is_verified))
@@ -229,6 +242,21 @@ class VllmDriver(ServingEngine):
     async def target_layout(self) -> TargetLayout:
         """Return what each worker holds, for a publisher that should cut its cells along these boxes."""
         return TargetLayout.from_json(await self._ask("rose_target_layout"))
+
+    async def weight_sums(self) -> Mapping[str, Sum]:
+        """Return the sum of every checkpoint tensor over all workers, as the live weights are now (``rose.transfer.sums``).
+
+        Generation waits meanwhile: it reads all weights.
+
+        Raises:
+            LayoutMismatchError: The workers do not hold one copy of the weights together.
+        """
+        layout = TargetLayout.from_json(await self._ask("rose_target_layout"))
+        ranks = [
+            [(name, ShardSpec(offset=tuple(o), shape=tuple(s)), (a, b)) for name, o, s, (a, b) in rows]
+            for rows in await self._ask("rose_weight_sums")
+        ]
+        return engine_sums(ranks, {spec.name: spec for spec in layout.tensors})
 
     async def vllm_checksums(self) -> Mapping[str, str]:
         """Return vLLM's own digests of the live parameters, fused and padded as they are."""

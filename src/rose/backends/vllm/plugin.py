@@ -1,8 +1,9 @@
 """ROSE's vLLM plugin (entry point ``vllm.general_plugins``), loaded in every vLLM process of the environment.
 
 Most of those processes have nothing to do with ROSE, so registering only adds: methods to ``EngineCore``, a name to
-vLLM's weight-transfer registry, a guard against a start-up crash beside numba, on CPUs seeded sampling of chunked prompts, and a choice of plain weights on CPUs that
-takes effect for engines with ``WeightTransferConfig(backend="rose")`` alone.
+vLLM's weight-transfer registry, a guard against a start-up crash beside numba, on CPUs seeded sampling of chunked prompts,
+and a choice of plain weights on CPUs (linears and experts) that takes effect for engines with
+``WeightTransferConfig(backend="rose")`` alone.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ def register() -> None:
     from vllm.platforms import current_platform  # noqa: PLC0415 - heavy
     from vllm.v1.engine.core import EngineCore  # noqa: PLC0415 - heavy
 
-    from rose.backends.vllm import cpu_generators  # noqa: PLC0415 - only in vLLM processes
+    from rose.backends.vllm import cpu_generators, plain_weights  # noqa: PLC0415 - only in vLLM processes
     from rose.backends.vllm.utilities import UTILITIES  # noqa: PLC0415 - only in vLLM processes
 
     if "rose" in WeightTransferEngineFactory._registry:  # noqa: SLF001 - there is no public look-up
@@ -35,7 +36,7 @@ def register() -> None:
         logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # warns at every start without Triton
     _guard_module_walk()
     if current_platform.is_cpu():
-        _keep_plain_weights()
+        plain_weights.install()
         cpu_generators.install()
 
 
@@ -60,22 +61,3 @@ def _guard_module_walk() -> None:
 
     dispatcher.vars = guarded_vars
     dispatcher._rebind_kernels = quiet_walk  # noqa: SLF001 - the walk itself
-
-
-def _keep_plain_weights() -> None:
-    """Keep ``layer.weight`` as it is on CPUs: the default prepacks it and leaves an empty tensor, which nobody can update."""
-    import torch  # noqa: PLC0415 - heavy
-    from vllm.config import get_current_vllm_config_or_none  # noqa: PLC0415 - heavy
-    from vllm.model_executor.layers import utils  # noqa: PLC0415 - heavy
-
-    prepack = utils.dispatch_cpu_unquantized_gemm
-
-    def dispatch(layer: Any, remove_weight: bool) -> None:  # noqa: FBT001 - vLLM's signature
-        config = get_current_vllm_config_or_none()
-        transfer = None if config is None else config.weight_transfer_config
-        if transfer is None or transfer.backend != "rose":
-            prepack(layer, remove_weight)
-            return
-        layer.cpu_linear = torch.nn.functional.linear
-
-    utils.dispatch_cpu_unquantized_gemm = dispatch

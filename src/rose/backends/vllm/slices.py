@@ -7,8 +7,6 @@ device) and noting every copy it would make; so there is no table of models, and
 
 from __future__ import annotations
 
-import json
-import struct
 from collections.abc import Iterator, Mapping
 from itertools import accumulate
 from operator import mul
@@ -19,24 +17,12 @@ import attrs
 import torch
 from torch.overrides import TorchFunctionMode
 
+from rose.backends.vllm.checkpoint_files import StoredTensor, find_tensors
 from rose.errors import LayoutMismatchError
 from rose.interfaces.trainer import ShardSpec, TensorSpec
 
-_SAFETENSORS_DTYPES = {
-    "BF16": torch.bfloat16,
-    "F16": torch.float16,
-    "F32": torch.float32,
-    "F64": torch.float64,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "I16": torch.int16,
-    "I32": torch.int32,
-    "I64": torch.int64,
-    "BOOL": torch.bool,
-}
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_LOADER_ERRORS = (RuntimeError, NotImplementedError, ValueError, AssertionError, LookupError, AttributeError, TypeError)
 
 
 @attrs.frozen(kw_only=True)
@@ -71,8 +57,11 @@ class SlicePlan:
         try:
             with torch.no_grad(), recorder:
                 model.load_weights(iter(checkpoint.items()))
-        except (RuntimeError, NotImplementedError, ValueError, AssertionError, KeyError) as error:
-            message = f"{type(model).__name__}.load_weights needs more than cuts and copies, which ROSE cannot update: {error}"
+        except _LOADER_ERRORS as error:
+            message = (
+                f"{type(model).__name__}.load_weights needs more than cuts and copies, or finds parameters that vLLM replaced "
+                f"after loading, which ROSE cannot update: {error!r}; load the model without quantization"
+            )
             raise LayoutMismatchError(message) from error
         names = {tensor.untyped_storage()._cdata: name for name, tensor in checkpoint.items()}  # noqa: SLF001 - identity
         found: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}
@@ -101,28 +90,13 @@ class SlicePlan:
 
 
 def read_checkpoint(directory: Path) -> dict[str, torch.Tensor]:
-    """Return meta tensors for every tensor of a safetensors checkpoint; reads the headers only.
+    """Return meta tensors for every tensor of a safetensors checkpoint. Raises what ``find_tensors`` raises."""
+    return as_meta(find_tensors(directory))
 
-    Raises:
-        LayoutMismatchError: There is no such checkpoint, or a dtype that ROSE does not carry.
-    """
-    found: dict[str, torch.Tensor] = {}
-    for path in sorted(directory.glob("*.safetensors")):
-        with path.open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            header = json.loads(file.read(length))
-        for name, entry in header.items():
-            if name == "__metadata__":
-                continue
-            dtype = _SAFETENSORS_DTYPES.get(entry["dtype"])
-            if dtype is None:
-                message = f"tensor {name!r} of {path} has dtype {entry['dtype']}, which ROSE does not carry"
-                raise LayoutMismatchError(message)
-            found[name] = torch.empty(entry["shape"], dtype=dtype, device="meta")
-    if not found:
-        message = f"{directory} holds no *.safetensors, so the engine's checkpoint names are unknown"
-        raise LayoutMismatchError(message)
-    return found
+
+def as_meta(stored: Mapping[str, StoredTensor]) -> dict[str, torch.Tensor]:
+    """Return a tensor without bytes for every tensor of a checkpoint."""
+    return {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in stored.items()}
 
 
 class _CopyRecorder(TorchFunctionMode):  # type: ignore[misc] # torch is untyped here

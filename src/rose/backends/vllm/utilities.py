@@ -114,6 +114,12 @@ def rose_weight_checksums(self: Any) -> dict[str, str]:
 
 
 @answers
+def rose_weight_sums(self: Any) -> list[Any]:
+    """Return what each worker says of the boxes that it holds."""
+    return [unwrap(answer) for answer in self.collective_rpc("rose_weight_sums")]
+
+
+@answers
 def rose_set_kv_budget(self: Any, num_tokens: int) -> int:
     """Set the KV budget; returns the one in force."""
     return int(_scheduler_method(self, "set_kv_budget_tokens")(num_tokens))
@@ -160,6 +166,7 @@ UTILITIES = (
     rose_is_fenced,
     rose_target_layout,
     rose_weight_checksums,
+    rose_weight_sums,
     rose_set_kv_budget,
     rose_set_gate,
     rose_reset_prefix_cache,

@@ -2,7 +2,8 @@
 
 Life cycle, vLLM's own on the left:
 
-1. ``init_transfer_engine``: trace the loader, build the sink, note which version the loaded checkpoint is.
+1. ``init_transfer_engine``: trace the loader, compare live weights with the checkpoint, build the sink, note which version
+   the loaded checkpoint is.
 2. ``begin_stage`` / ``poll_stage``: fetch, verify and decode on a thread while the worker computes.
 3. ``activate``: write in place; the engine must be paused.
 
@@ -24,12 +25,15 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-from rose.backends.vllm.slices import SlicePlan, read_checkpoint
+from rose.backends.vllm.checkpoint_files import find_tensors
+from rose.backends.vllm.loaded_bits import check_loaded_bits
+from rose.backends.vllm.slices import SlicePlan, as_meta
 from rose.backends.vllm.weights import VllmSink
 from rose.backends.vllm.wire import update_from_wire
 from rose.errors import EngineFencedError, RoseError, TransferError
 from rose.transfer.layout import TargetLayout
 from rose.transfer.subscriber import Subscriber
+from rose.transfer.sums import BoxSum, sink_sums
 from rose.types import Activation, WeightUpdate, WeightVersion
 
 
@@ -42,13 +46,13 @@ class RoseInitInfo(WeightTransferInitInfo):  # type: ignore[misc] # vLLM is unty
 
 @dataclass
 class RoseUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc] # vLLM is untyped here
-    """The fields of ``rose.backends.vllm.wire.update_to_wire``, and whether to compare checksums afterwards."""
+    """The fields of ``rose.backends.vllm.wire.update_to_wire``, and whether to sum the whole state anew afterwards."""
 
     target: str
     manifest_keys: list[str]
     transport: str
     options: list[list[Any]] = field(default_factory=list)
-    is_verified: bool = True
+    is_verified: bool = False
 
 
 class RoseWeightTransferEngine(WeightTransferEngine[RoseInitInfo, RoseUpdateInfo]):  # type: ignore[misc] # as above
@@ -92,10 +96,19 @@ class RoseWeightTransferEngine(WeightTransferEngine[RoseInitInfo, RoseUpdateInfo
         return {} if embedding is None or "lm_head.weight" in names else {"lm_head.weight": embedding}
 
     def init_transfer_engine(self, init_info: RoseInitInfo) -> None:
-        """Trace the model's loader."""
-        checkpoint = read_checkpoint(_directory(self.model_config))
+        """Trace the model's loader.
+
+        Raises:
+            LayoutMismatchError: Live parameters are not what their loader makes of the checkpoint, so that they cannot be updated
+                in place: packed, quantised or computed ones; names them.
+        """
+        checkpoint = _directory(self.model_config)
+        stored = find_tensors(checkpoint)
         with set_current_vllm_config(self.vllm_config):
-            self._sink = VllmSink(SlicePlan.trace(self.model, checkpoint))
+            plan = SlicePlan.trace(self.model, as_meta(stored))
+        if self._sink is None and self.vllm_config.load_config.load_format != "dummy":
+            check_loaded_bits(plan, stored, checkpoint)  # a later call may find weights that were updated
+        self._sink = VllmSink.over(plan)
         version = None if init_info.version is None else WeightVersion.parse(init_info.version)
         self._subscriber = Subscriber(self._sink, aliases=self.aliases, version=version)
 
@@ -148,6 +161,10 @@ class RoseWeightTransferEngine(WeightTransferEngine[RoseInitInfo, RoseUpdateInfo
     def checksums(self) -> dict[str, str]:
         """Return the digests of the tensors that this worker holds whole."""
         return self.sink.checksums()
+
+    def sums(self) -> list[BoxSum]:
+        """Return the sum of every box that this worker holds, as its live weights are now."""
+        return sink_sums(self.sink)
 
     def start_weight_update(self) -> None:
         """Do nothing: updates are written in place."""

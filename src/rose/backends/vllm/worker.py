@@ -46,3 +46,11 @@ class RoseWorkerExtension:
     def rose_weight_checksums(self) -> dict[str, str]:
         """Return the digest of every checkpoint tensor that this worker holds whole."""
         return dict(self.weight_transfer_engine.checksums())
+
+    @answers
+    def rose_weight_sums(self) -> list[Any]:
+        """Return name, offset, shape and sum of every box that this worker holds."""
+        return [
+            [name, list(box.offset), list(box.shape), list(total)]
+            for name, box, total in self.weight_transfer_engine.sums()
+        ]

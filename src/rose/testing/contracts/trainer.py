@@ -9,7 +9,7 @@ import pytest
 
 from rose.interfaces.trainer import ShardSpec, Trainer
 from rose.testing.trainer import TrainerRecord
-from rose.transfer.layout import bits_dtype, find_cover_problem
+from rose.transfer.layout import bits_dtype, find_cover_problem, read_whole
 
 
 class TrainerContract:
@@ -73,14 +73,26 @@ class TrainerContract:
         for trainer in trainers:
             first = TrainerRecord.of(trainer).shards()
             for name, bits in trainer.shards().items():
-                np.testing.assert_array_equal(bits, first[name], err_msg=name)
+                np.testing.assert_array_equal(read_whole(bits), first[name], err_msg=name)
+
+    def test_slices_are_parts_of_the_box(self, trainers: Sequence[Trainer]) -> None:
+        """A slice is that part of the box, contiguous in its last dimension. Look at casts of non-contiguous parameters."""
+        for trainer in trainers:
+            for name, bits in trainer.shards().items():
+                whole = read_whole(bits)
+                assert whole.shape == bits.shape
+                assert whole.dtype == bits.dtype
+                index = tuple(slice(size // 3, size) for size in bits.shape)
+                part = bits[index]
+                np.testing.assert_array_equal(part, whole[index], err_msg=name)
+                assert part.size == 0 or not part.ndim or part.shape[-1] == 1 or part.strides[-1] == part.itemsize, name
 
     def test_a_step_shows(self, trainers: Sequence[Trainer]) -> None:
-        """After a step the shards are the new weights. Look at wire buffers that are filled only once."""
+        """After a step the shards are the new weights. Look at casts that are made only once."""
         before = [TrainerRecord.of(trainer) for trainer in trainers]
         after = self.step(trainers)
         pairs = [
-            (old.shards()[name], bits)
+            (read_whole(old.shards()[name]), read_whole(bits))
             for old, new in zip(before, after, strict=True)
             for name, bits in new.shards().items()
         ]

@@ -1,0 +1,46 @@
+"""Bits of a rank's shard, cast to the wire dtype slice by slice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from rose.backends.fsdp.bits import bits_of, dtype_name
+from rose.interfaces.trainer import ShardBits
+from rose.transfer.delta import Bits
+from rose.transfer.layout import bits_dtype, read_whole
+
+
+def shard_bits(local: torch.Tensor, dtype: torch.dtype) -> ShardBits:
+    """Return the bits of a local tensor in a wire dtype: a view of its memory where that fits, else cast when a slice is read."""
+    is_ready = local.dtype == dtype and local.is_contiguous() and local.device.type == "cpu"
+    return bits_of(local) if is_ready else CastBits(local, dtype)
+
+
+class CastBits:
+    """Bits of a tensor that is of another dtype, on another device or not row-major (a ``ShardBits``).
+
+    Every slice is an array of its own, so threads may read at once and nothing as large as the shard is kept.
+
+    Args:
+        local: The live tensor, without gradient.
+        dtype: What a slice is cast to.
+    """
+
+    def __init__(self, local: torch.Tensor, dtype: torch.dtype) -> None:
+        self.shape = tuple(local.shape)
+        self.dtype = bits_dtype(dtype_name(dtype))
+        self._local = local
+        self._wire_dtype = dtype
+
+    def __getitem__(self, index: tuple[slice, ...], /) -> Bits:
+        """Return the bits of a part, row-major."""
+        part = self._local[index]
+        # A copy into a fresh row-major tensor: .to() would keep the strides of a transposed parameter.
+        return bits_of(torch.empty(part.shape, dtype=self._wire_dtype).copy_(part))
+
+    def __array__(self, dtype: np.dtype[Any] | None = None, copy: bool | None = None) -> Bits:  # noqa: FBT001 - numpy's
+        """Return the bits of the whole box; a fresh array, whatever ``copy`` says."""
+        return np.asarray(read_whole(self), dtype=dtype)

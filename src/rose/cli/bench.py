@@ -1,0 +1,214 @@
+"""``rose bench``: measurements on this machine."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from rose.cli.bench_tables import bench_tables
+from rose.cli.signals import terminated_as_interrupted
+from rose.errors import ConfigError, RoseError
+
+if TYPE_CHECKING:
+    from rose.bench.settings import BenchSettings
+
+_DESCRIPTION = """\
+Measure how new weights reach engines: bytes beside their entropy, speed beside a plain copy, other schemes on the same bits,
+applying beside vLLM's own loader, bytes over a thin link by number of engines, and whole syncs over emulated links.
+
+Weights have a real model's shapes; what changes comes from fp32 masters and an optimizer step, not from random flips. Where a model
+does not fit, whole decoder layers are sampled and every figure is the sample's own.
+"""
+
+_EXAMPLES = """\
+examples:
+  rose bench transfer                                       Qwen3-8B, 1 % changed, all sections
+  rose bench transfer --model Qwen3-32B --targets tp8 --json | jq .bytes_per_changed
+  rose bench transfer --model my-table.json --lr 3e-6 --only bytes,codec
+  rose bench transfer --link-gbps 1,2,max --out runs/transfer
+
+"""
+
+
+def add_command(commands: Any, *, epilog: str) -> None:
+    """Add ``bench`` to the command line."""
+    bench = commands.add_parser(
+        "bench",
+        help="measure parts of ROSE on this machine",
+        description="Measure parts of ROSE on this machine.",
+        allow_abbrev=False,
+    )
+    kinds = bench.add_subparsers(metavar="WHAT", title="what", dest="what", required=True)
+    parser = kinds.add_parser(
+        "transfer",
+        help="how new weights reach engines",
+        description=_DESCRIPTION,
+        epilog=_EXAMPLES + epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    weights = parser.add_argument_group("weights")
+    weights.add_argument(
+        "--model",
+        default="Qwen3-8B",
+        metavar="NAME|FILE",
+        help="a known model or a table of tensors (default: Qwen3-8B)",
+    )
+    change = weights.add_mutually_exclusive_group()
+    change.add_argument(
+        "--changed", type=_share, metavar="F", help="share of the elements that a step changes (default: 0.01)"
+    )
+    change.add_argument("--lr", type=_positive, metavar="X", help="learning rate of the step instead")
+    weights.add_argument(
+        "--sample", type=_share, metavar="F", help="share of the decoder layers (default: about 0.8 GB of them)"
+    )
+    weights.add_argument("--seed", type=_seed, default=0, metavar="N", help="of the weights (default: 0)")
+    where = parser.add_argument_group("sync")
+    where.add_argument(
+        "--link-gbps",
+        type=_links,
+        metavar="G[,G...]",
+        help="emulated links, 'max' for one without a limit (default: 1,2,max)",
+    )
+    where.add_argument("--sources", type=_count, default=1, metavar="N", help="trainer ranks (default: 1)")
+    where.add_argument(
+        "--targets", default="tp4", metavar="tpK[xM],...", help="engines: M of K ranks each (default: tp4)"
+    )
+    output = parser.add_argument_group("output")
+    output.add_argument(
+        "--only", metavar="SECTION,...", help="bytes, codec, peers, apply, redundancy, links, life-cycle (default: all)"
+    )
+    output.add_argument(
+        "--out", metavar="DIR", help="folder for transfer.json and, where matplotlib is installed, three figures"
+    )
+    output.add_argument("--json", action="store_true", help="print one JSON object, nothing else, on standard output")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure and print; returns the exit code.
+
+    Raises:
+        ConfigError: An argument cannot be used.
+        RoseError: A section failed; the others were printed and written.
+    """
+    from rose.bench import transfer  # noqa: PLC0415 - loads the transfer engine
+
+    settings = _settings(arguments)
+    out = _out_folder(arguments.out)
+    with terminated_as_interrupted():
+        result = transfer.run(settings, tell=_tell)
+    if out is not None:
+        _write(out, result)
+    if arguments.json:
+        print(json.dumps(result, allow_nan=False), flush=True)  # noqa: T201 - this is the command line
+    else:
+        Console(highlight=False).print(bench_tables(result))
+    if result["failed"]:
+        raise RoseError("\n".join(f"{name}: {reason}" for name, reason in result["failed"].items()))
+    return 0
+
+
+def _settings(arguments: argparse.Namespace) -> BenchSettings:
+    from rose.bench.job import parse_targets  # noqa: PLC0415 - loads the transfer engine
+    from rose.bench.settings import SECTIONS, BenchSettings  # noqa: PLC0415 - loads the transfer engine
+
+    only = SECTIONS if arguments.only is None else tuple(part.strip() for part in arguments.only.split(","))
+    unknown = [part for part in only if part not in SECTIONS]
+    if unknown:
+        message = f"--only: there is no section {unknown[0]!r}; sections: {', '.join(SECTIONS)}"
+        raise ConfigError(message)
+    given = {
+        name: value
+        for name in ("changed", "link_gbps", "lr", "sample")
+        if (value := getattr(arguments, name)) is not None
+    }
+    return BenchSettings(
+        model=arguments.model,
+        num_sources=arguments.sources,
+        targets=parse_targets(arguments.targets),
+        seed=arguments.seed,
+        only=only,
+        **given,
+    )
+
+
+def _out_folder(text: str | None) -> Path | None:
+    if text is None:
+        return None
+    path = Path(text)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        message = f"--out: cannot make folder {path}: {error.strerror}; choose another"
+        raise ConfigError(message) from error
+    return path
+
+
+def _write(out: Path, result: Mapping[str, Any]) -> None:
+    path = out / "transfer.json"
+    try:
+        path.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    except OSError as error:
+        message = f"cannot write {path}: {error.strerror or error}; free some space or choose another folder"
+        raise ConfigError(message) from error
+    try:
+        from rose.bench.plots import draw_plots  # noqa: PLC0415 - matplotlib is an extra
+    except ImportError as error:
+        _tell(f"no figures: matplotlib is missing ({error}); install it with: pip install 'rose-rl[demo]'")
+        return
+    draw_plots(out, result)
+
+
+def _tell(text: str) -> None:
+    print(f"rose bench: {text}", file=sys.stderr, flush=True)  # noqa: T201 - this is the command line
+
+
+def _share(text: str) -> float:
+    number = _number(text)
+    if number is None or not 0 < number <= 1:
+        message = f"{text!r} is not a share above 0 and at most 1"
+        raise argparse.ArgumentTypeError(message)
+    return number
+
+
+def _positive(text: str) -> float:
+    number = _number(text)
+    if number is None or not 0 < number < float("inf"):
+        message = f"{text!r} is not a number above 0"
+        raise argparse.ArgumentTypeError(message)
+    return number
+
+
+def _links(text: str) -> tuple[float, ...]:
+    return tuple(0.0 if part.strip() == "max" else _positive(part) for part in text.split(","))
+
+
+def _count(text: str) -> int:
+    return _whole(text, at_least=1)
+
+
+def _seed(text: str) -> int:
+    return _whole(text, at_least=0)
+
+
+def _whole(text: str, *, at_least: int) -> int:
+    number = _number(text)
+    if number is None or number != int(number) or number < at_least:
+        message = f"{text!r} is not a whole number >= {at_least}"
+        raise argparse.ArgumentTypeError(message)
+    return int(number)
+
+
+def _number(text: str) -> float | None:
+    try:
+        number = float(text)
+    except ValueError:
+        return None
+    return number if number - number == 0 else None  # neither NaN nor infinite
