@@ -1,9 +1,11 @@
 """Speed of the codec's inner loops, in C and in numpy, beside a copy of the same bytes by the same core in the same run.
 
-Run with ``python benchmarks/kernels.py [--megabytes 512] [--out FILE]``. Rates are 10^9 dense bytes a second (``compare``,
-``state_sum``) or 10^9 changes a second (``decode``, ``gather``, ``scatter``); ``over_copy`` is a dense rate divided by the
-copy's, each from its shortest time. Times are of the thread's own processor time, so another process on the core does not count,
-but one that shares the memory does: see ``load_1min``.
+Run with ``python benchmarks/kernels.py [--megabytes 512] [--out FILE]``. A buffer is compared as cells of 4M elements: whole ones, which
+are contiguous, or boxes ``[4096, 4096]`` cut into columns as tensor parallelism cuts them, together (``compare_columns``) and each cell
+alone (``compare``). Rates are 10^9 dense bytes a second (``compare``, ``compare_columns``, ``state_sum``) or 10^9 changes a second
+(``decode``, ``gather``, ``scatter``, ``add``); ``over_copy`` is a dense rate divided by the copy's. Times are wall times, each the
+shortest of a few rounds in which everything, the copy too, is measured once in turn. Implementations other than the fastest take
+the first 8 MB only.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ import os
 import platform
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -24,16 +27,19 @@ import numpy as np
 
 from rose.errors import BackendUnavailableError
 from rose.transfer import kernels
-from rose.transfer.kernels import Array, Kernels, Rows
+from rose.transfer.kernels import Array, ChangeStreams, Kernels, Rows
 from rose.transfer.kernels.native import NativeKernels
 from rose.transfer.kernels.numpy_kernels import NumpyKernels
 
 SEED = 1
-NUM_RUNS = 3
+NUM_ROUNDS = 3
 TILE_BYTES = 1 << 24
 CASES = (("u2", 0.001), ("u2", 0.01), ("u2", 0.1), ("u2", 0.5), ("u1", 0.01), ("u4", 0.01), ("u8", 0.01))
 SHARE_OF_ONE_UNIT = 0.88
-MAX_NUMPY_BYTES = 1 << 24
+OTHERS_BYTES = 1 << 23
+CELL_ELEMENTS = 1 << 22
+SIDE = 4096
+NUM_COLUMNS = (4, 8)
 SMALL = (2_000, 20_000)
 
 
@@ -60,65 +66,162 @@ def states(dtype: np.dtype[Any], num_bytes: int, fraction: float) -> tuple[Array
     return np.tile(new, copies).reshape(1, -1), np.tile(old, copies).reshape(1, -1)
 
 
-def seconds(work: Callable[[], object]) -> float:
-    """Return the shortest processor time of ``work``, after one run to warm up."""
-    work()
-    times = []
-    for _ in range(NUM_RUNS):
-        start = time.thread_time()
-        work()
-        times.append(time.thread_time() - start)
-    return min(times)
+def seconds(works: Mapping[str, Callable[[], object]]) -> dict[str, float]:
+    """Return the shortest wall time of each work, over rounds in which each is done once, after one round to warm up."""
+    best = dict.fromkeys(works, float("inf"))
+    for number in range(NUM_ROUNDS + 1):
+        for name, work in works.items():
+            start = time.perf_counter()
+            work()
+            if number:
+                best[name] = min(best[name], time.perf_counter() - start)
+    return best
 
 
-def measure(loops: Kernels, new: Array, old: Array, copy_gb_per_s: float) -> dict[str, Any]:
-    """Check and time one implementation on one pair of states, numpy on the first 16 MB of them."""
-    if loops.name == "numpy":
-        new, old = (bits[:, : MAX_NUMPY_BYTES // bits.itemsize] for bits in (new, old))
-    rows = Rows(num_rows=1, row_len=new.size, start=0, stride=new.size)
-    found = loops.compare(new, old, rows, is_overwrite=False)
-    if found.streams is None:
-        message = "these changes give no streams"
-        raise SystemExit(message)
-    streams, target = found.streams, old.copy()
-    shape: dict[str, Any] = {"num_elements": new.size, "dtype": new.dtype, "is_overwrite": False}
-    positions, moves = loops.decode(streams, **shape)
-    values = loops.gather(target, positions) + moves
-    loops.scatter(target, positions, values)
-    if not np.array_equal(target, new):
-        message = f"{loops.name}: the receiver's bits differ from the sender's"
-        raise SystemExit(message)
-    compare_s = seconds(lambda: loops.compare(new, old, rows, is_overwrite=False))
-    sum_s = seconds(lambda: loops.state_sum(new, rows))
-    by_change = {
-        "decode": seconds(lambda: loops.decode(streams, **shape)),
-        "gather": seconds(lambda: loops.gather(target, positions)),
-        "scatter": seconds(lambda: loops.scatter(target, positions, values)),
-    }
-    rates = {"compare": new.nbytes / compare_s / 1e9, "state_sum": new.nbytes / sum_s / 1e9}
+def per_dense_byte(best: Mapping[str, float], num_bytes: int, names: Sequence[str]) -> dict[str, float]:
+    """Return rates and their ratios to the copy's."""
+    rates = {f"{name}_gb_per_s": num_bytes / best[name] / 1e9 for name in ("copy", *names)}
+    return rates | {f"{name}_over_copy": best["copy"] / best[name] for name in names}
+
+
+def for_each(work: Callable[..., object], *arguments: Sequence[Any]) -> None:
+    """Do a work for every cell and drop what comes of it, as nothing that fills fresh memory is to be measured."""
+    for each in zip(*arguments, strict=True):
+        work(*each)
+
+
+class Receiver:
+    """What a receiver does with the streams of many cells, each step over all of them."""
+
+    def __init__(self, loops: Kernels, cells: Sequence[tuple[Array, Array, Rows]]) -> None:
+        self.loops, self.cells = loops, cells
+        self.streams: list[ChangeStreams] = []
+        for new, old, rows in cells:
+            found = loops.compare(new, old, rows, is_overwrite=False)
+            if found.streams is None:
+                message = "these changes give no streams"
+                raise SystemExit(message)
+            self.streams.append(found.streams)
+        self.target = [old.copy() for _, old, _ in cells]
+        self.changes = [self.decode(streams, new) for streams, (new, _, _) in zip(self.streams, cells, strict=True)]
+        self.positions = [positions for positions, _ in self.changes]
+        self.moves = [moves for _, moves in self.changes]
+        self.values = [loops.gather(*each) for each in zip(self.target, self.positions, strict=True)]
+
+    @property
+    def num_changed(self) -> int:
+        """Return the changes of all cells."""
+        return sum(streams.num_changed for streams in self.streams)
+
+    def decode(self, streams: ChangeStreams, new: Array) -> tuple[Array, Array]:
+        """Read a cell's streams."""
+        return self.loops.decode(streams, num_elements=new.size, dtype=new.dtype, is_overwrite=False)
+
+    def works(self) -> dict[str, Callable[[], object]]:
+        """Return each step over all cells."""
+        loops, news = self.loops, [new for new, _, _ in self.cells]
+        return {
+            "decode": lambda: for_each(self.decode, self.streams, news),
+            "gather": lambda: for_each(loops.gather, self.target, self.positions),
+            "scatter": lambda: for_each(loops.scatter, self.target, self.positions, self.values),
+            "add": lambda: for_each(loops.add, self.target, self.positions, self.moves),
+        }
+
+    def check(self) -> None:
+        """Add the differences once and refuse to go on if what comes out is not the new state."""
+        for_each(self.loops.add, self.target, self.positions, self.moves)
+        is_same = all(np.array_equal(target, new) for target, (new, _, _) in zip(self.target, self.cells, strict=True))
+        if not is_same:
+            message = f"{self.loops.name}: the receiver's bits differ from the sender's"
+            raise SystemExit(message)
+
+
+def measure(loops: Kernels, new: Array, old: Array) -> dict[str, Any]:
+    """Check and time one implementation on one pair of states, in contiguous cells."""
+    cells = [
+        (fresh, stale, Rows(num_rows=1, row_len=fresh.size, start=start, stride=fresh.size))
+        for start in range(0, new.size, CELL_ELEMENTS)
+        for fresh, stale in [tuple(bits[:, start : start + CELL_ELEMENTS] for bits in (new, old))]
+    ]
+    receiver, staging = Receiver(loops, cells), np.empty_like(new)
+    receiver.check()
+    best = seconds(
+        {
+            "copy": lambda: np.copyto(staging, new),
+            "compare": lambda: for_each(partial(loops.compare, is_overwrite=False), *zip(*cells, strict=True)),
+            "state_sum": lambda: for_each(
+                loops.state_sum, [new for new, _, _ in cells], [rows for _, _, rows in cells]
+            ),
+            **receiver.works(),
+        }
+    )
     return {
         "measured_bytes": new.nbytes,
-        "stream_bytes_per_change": streams.num_bytes / found.num_changed,
-        **{f"{name}_gb_per_s": rate for name, rate in rates.items()},
-        **{f"{name}_over_copy": rate / copy_gb_per_s for name, rate in rates.items()},
-        **{f"{name}_g_changes_per_s": found.num_changed / time_s / 1e9 for name, time_s in by_change.items()},
+        "stream_bytes_per_change": sum(streams.num_bytes for streams in receiver.streams) / receiver.num_changed,
+        **per_dense_byte(best, new.nbytes, ("compare", "state_sum")),
+        **{
+            f"{name}_g_changes_per_s": receiver.num_changed / best[name] / 1e9
+            for name in ("decode", "gather", "scatter", "add")
+        },
     }
+
+
+def measure_columns(loops: Kernels, new: Array, old: Array, num_columns: int) -> dict[str, Any]:
+    """Time one implementation on boxes that are cut into columns, cells together and each alone."""
+    boxes = [bits.reshape(-1, SIDE) for bits in (new, old)]
+    width, staging = SIDE // num_columns, np.empty_like(new)
+    height = SIDE if len(boxes[0]) % SIDE == 0 else len(boxes[0])
+    pairs = [(boxes[0][row : row + height], boxes[1][row : row + height]) for row in range(0, len(boxes[0]), height)]
+    cells = [Rows(num_rows=height, row_len=width, start=start, stride=SIDE) for start in range(0, SIDE, width)]
+
+    def alone() -> None:
+        for fresh, stale in pairs:
+            for cell in cells:
+                columns = slice(cell.start, cell.start + width)
+                loops.compare(fresh[:, columns], stale[:, columns], cell, is_overwrite=False)
+
+    best = seconds(
+        {
+            "copy": lambda: np.copyto(staging, new),
+            "compare_columns": lambda: [loops.compare_columns([pair], cells, is_overwrite=False) for pair in pairs],
+            "compare": alone,
+        }
+    )
+    return {"measured_bytes": new.nbytes, **per_dense_byte(best, new.nbytes, ("compare_columns", "compare"))}
 
 
 def results(num_bytes: int) -> Iterator[dict[str, Any]]:
     """Measure every case with every implementation."""
-    loops = implementations()
     for name, fraction in CASES:
         new, old = states(np.dtype(name), num_bytes, fraction)
-        staging = np.empty_like(new)
-        copy_gb_per_s = new.nbytes / seconds(lambda new=new, staging=staging: np.copyto(staging, new)) / 1e9  # type: ignore[misc]
         yield {
             "dtype": name,
             "dense_bytes": new.nbytes,
             "changed_fraction": fraction,
-            "copy_gb_per_s": copy_gb_per_s,
-            "kernels": {each.name: measure(each, new, old, copy_gb_per_s) for each in loops},
+            "kernels": {loops.name: measure(loops, *part) for loops, part in parts(new, old)},
         }
+
+
+def column_results(num_bytes: int) -> Iterator[dict[str, Any]]:
+    """Measure boxes cut into columns with every implementation."""
+    for name in ("u2", "u1"):
+        new, old = states(np.dtype(name), num_bytes, 0.01)
+        for num_columns in NUM_COLUMNS:
+            yield {
+                "dtype": name,
+                "dense_bytes": new.nbytes,
+                "changed_fraction": 0.01,
+                "num_columns": num_columns,
+                "kernels": {loops.name: measure_columns(loops, *part, num_columns) for loops, part in parts(new, old)},
+            }
+
+
+def parts(new: Array, old: Array) -> Iterator[tuple[Kernels, tuple[Array, Array]]]:
+    """Yield each implementation and what it is measured on: all of it for the fastest, the last one."""
+    loops = implementations()
+    for each in loops:
+        num = new.size if each is loops[-1] else min(new.size, OTHERS_BYTES // new.itemsize)
+        yield each, (new[:, :num], old[:, :num])
 
 
 def small_cells() -> Iterator[dict[str, Any]]:
@@ -126,15 +229,13 @@ def small_cells() -> Iterator[dict[str, Any]]:
     for num_elements in SMALL:
         new, old = states(np.dtype("u2"), 2 * num_elements, 0.01)
         rows = Rows(num_rows=1, row_len=num_elements, start=0, stride=num_elements)
-        found: dict[str, float] = {}
-        for loops in implementations():
 
-            def many(loops: Kernels = loops, new: Array = new, old: Array = old, rows: Rows = rows) -> None:
-                for _ in range(1000):
-                    loops.compare(new, old, rows, is_overwrite=False)
+        def many(loops: Kernels, new: Array = new, old: Array = old, rows: Rows = rows) -> None:
+            for _ in range(1000):
+                loops.compare(new, old, rows, is_overwrite=False)
 
-            found[loops.name] = 1000 * seconds(many)
-        yield {"num_elements": num_elements, "compare_us": found}
+        best = seconds({loops.name: partial(many, loops) for loops in implementations()})
+        yield {"num_elements": num_elements, "compare_us": {name: 1000 * time_s for name, time_s in best.items()}}
 
 
 def machine() -> dict[str, Any]:
@@ -176,6 +277,7 @@ def main() -> None:
         "versions": {"python": platform.python_version(), **{name: version(name) for name in ("rose-rl", "numpy")}},
         "num_threads": 1,
         "results": list(results(arguments.megabytes << 20)),
+        "columns": list(column_results(arguments.megabytes << 20)),
         "small_cells": list(small_cells()),
     }
     report["wall_s"] = round(time.perf_counter() - start, 1)

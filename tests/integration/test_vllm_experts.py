@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import subprocess
@@ -122,13 +123,8 @@ async def test_plain_experts_compute_what_packed_ones_do(moe_model: Path) -> Non
             shown.append([len(packed), [row[token].logprob for row, token in zip(rows, prompt[1:])]])
         print(json.dumps(shown))
     """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code), str(moe_model)],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=200,
-    )
+    command = [sys.executable, "-c", textwrap.dedent(code), str(moe_model)]
+    done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, check=False, timeout=200)
     assert done.returncode == 0, done.stderr
     (num_packed, packed), (num_plain, plain) = json.loads(done.stdout.strip().splitlines()[-1])
     assert num_packed > 0

@@ -54,11 +54,14 @@ class GatheredTrainer(Trainer):
                 array of unsigned integers of the right size is taken for bit patterns.
 
         Raises:
-            LayoutMismatchError: Tensors are unknown, missing, misshapen or mistyped; names all of them.
+            LayoutMismatchError: Tensors are unknown, missing, misshapen or mistyped; names all of them. After pairs, which have
+                overwritten what was copied before, there is nothing to publish until an update succeeds.
         """
         if self.rank != 0:
             return
         is_kept = isinstance(weights, Mapping)
+        if not is_kept:
+            self._bits = {}  # an update that ends half-way, for whatever reason, must not be published
         problems: list[str] = []
         fresh: dict[str, Bits] = {}
         for name, tensor in weights.items() if isinstance(weights, Mapping) else weights:

@@ -127,7 +127,7 @@ def await_pointer(transport: Transport, attempt: Attempt, pointer: str) -> None:
 
 def announce_failure(transport: Transport, attempt: Attempt, rank: int, error: BaseException) -> None:
     """Tell the other ranks, as far as the transport still works and no other rank was first."""
-    with contextlib.suppress(TransportError, VersionConflictError):
+    with contextlib.suppress(TransportError, TransferError):
         transport.put(attempt.failure_key, f"rank {rank}: {type(error).__name__}: {error}".encode())
 
 

@@ -21,7 +21,7 @@ from rose.interfaces.transport import Payload
 from rose.transfer import records
 from rose.transfer.cells import BlobEntry
 from rose.transfer.delta import Codec, EncodedCell, byte_view
-from rose.transfer.kernels import Array, ChangeStreams
+from rose.transfer.kernels import Array, ChangeStreams, Sum
 
 SCHEMA = "rose.blob/2"
 MAX_BLOB_BYTES = 32 << 20
@@ -61,11 +61,13 @@ def pack_blob(cells: Mapping[int, EncodedCell]) -> bytearray:
         )
         for number, cell in cells.items()
     ]
+    sums = [(cell.streams and cell.streams.values_sum) or (0, 0) for cell in cells.values()]
     return records.pack(
         SCHEMA,
         {kind: len(section) for kind, section in sections.items()},
         {
             "cells": np.array(counts, dtype="<i8").reshape(len(cells), 6),
+            "values": np.array(sums, dtype="<u8").reshape(len(cells), 2),
             **{kind: np.frombuffer(_compressed(section), dtype=np.uint8) for kind, section in sections.items()},
             "dense": np.concatenate(dense) if dense else np.empty(0, dtype=np.uint8),
         },
@@ -115,18 +117,22 @@ def read_blob(blob: OpenBlob, sizes: Callable[[int], tuple[int, int]]) -> Iterat
             if arrays[kind].dtype != np.uint8 or arrays[kind].ndim != 1:
                 message = f"section {kind!r} is {arrays[kind].dtype}{arrays[kind].shape}, not bytes"
                 raise ValueError(message)  # noqa: TRY301 - like any other malformed field
+        values = arrays["values"].tolist()
+        if arrays["values"].dtype != np.uint64 or arrays["values"].shape != (len(rows), 2):
+            message = f"{arrays['values'].shape} sums of values for {len(rows)} cells"
+            raise ValueError(message)  # noqa: TRY301 - like any other malformed field
         totals = {kind: sum(row.lengths[kind] for row in rows) for kind in starts}
         sections = {kind: _decompressed(arrays[kind], header[kind], totals[kind]) for kind in _STREAMS}
         sections["dense"] = _decompressed(arrays["dense"], arrays["dense"].size, totals["dense"])
     except (KeyError, IndexError, TypeError, ValueError, zstandard.ZstdError) as error:
         message = f"blob {blob.key} is malformed: {error!r}"
         raise CorruptUpdateError(message) from error
-    for row in rows:
+    for row, (first, second) in zip(rows, values, strict=True):
         parts = {}
         for kind, length in row.lengths.items():
             parts[kind] = sections[kind][starts[kind] : starts[kind] + length]
             starts[kind] += length
-        yield row.cell(parts)
+        yield row.cell(parts, (first, second))
 
 
 class BlobWriter:
@@ -216,13 +222,16 @@ class _Row:
     shift: int
     lengths: Mapping[str, int]
 
-    def cell(self, parts: Mapping[str, memoryview]) -> BlobCell:
+    def cell(self, parts: Mapping[str, memoryview], values_sum: Sum) -> BlobCell:
         if self.codec is Codec.DENSE:
             return BlobCell(
                 number=self.number, codec=self.codec, num_changed=self.num_changed, streams=None, dense=parts["dense"]
             )
         streams = ChangeStreams(
-            num_changed=self.num_changed, shift=self.shift, **{kind: parts[kind] for kind in _STREAMS}
+            num_changed=self.num_changed,
+            shift=self.shift,
+            values_sum=values_sum,
+            **{kind: parts[kind] for kind in _STREAMS},
         )
         return BlobCell(number=self.number, codec=self.codec, num_changed=self.num_changed, streams=streams, dense=None)
 

@@ -9,6 +9,7 @@ Invariants: the cells of a map cover each element of each tensor exactly once; c
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import prod
 from typing import Any
 
 import attrs
@@ -24,6 +25,9 @@ from rose.transfer.kernels import Array, Sum
 from rose.transfer.layout import bits_dtype
 
 MAP_SCHEMA = "rose.cells/2"
+
+_MAX_ELEMENTS = 1 << 62
+"""Of a tensor; more would wrap around where elements are counted."""
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -60,6 +64,7 @@ class CellMap:
         header, arrays = records.unpack(payload, MAP_SCHEMA)
         try:
             tensors = tuple(_tensor(*row) for row in header["tensors"])
+            _check_names(tensors)
             found = cls(
                 tensors=tensors,
                 aliases=_aliases(header["aliases"]),
@@ -81,12 +86,19 @@ class CellMap:
 
 
 def _tensor(name: object, shape: Any, dtype: object) -> TensorSpec:
-    is_shape = isinstance(shape, list) and all(type(size) is int and size >= 0 for size in shape)
+    is_shape = isinstance(shape, list) and all(type(size) is int and 0 <= size <= _MAX_ELEMENTS for size in shape)
+    is_shape = is_shape and prod(shape) <= _MAX_ELEMENTS
     if not (isinstance(name, str) and isinstance(dtype, str) and is_shape):
         message = f"tensor row {name!r}, {shape!r}, {dtype!r}"
         raise ValueError(message)
     bits_dtype(dtype)
     return TensorSpec(name=name, shape=tuple(shape), dtype=dtype)
+
+
+def _check_names(tensors: Sequence[TensorSpec]) -> None:
+    if len({spec.name for spec in tensors}) != len(tensors):
+        message = "a tensor is listed twice"
+        raise ValueError(message)
 
 
 def _aliases(found: Mapping[object, object]) -> dict[str, str]:
@@ -178,9 +190,9 @@ class Columns:
             KeyError, ValueError: The arrays are not of that form.
         """
         found = cls(**{field.name: arrays[prefix + field.name] for field in attrs.fields(cls)})
-        sizes = {found.codec.size, found.num_changed.size, found.blob.size, len(found.sums)}
+        shapes = {found.codec.shape, found.num_changed.shape, found.blob.shape}
         is_sound = (
-            len(sizes) == 1
+            shapes == {(found.num_cells,)}
             and all(getattr(found, name).dtype == plain.dtype for name, plain in cls.empty(0).arrays().items())
             and found.sums.shape == (found.num_cells, 2)
             and not np.any(found.codec > max(Codec))

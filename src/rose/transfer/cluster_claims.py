@@ -6,6 +6,9 @@ import attrs
 
 from rose.transfer.cluster_memory import attempt_prefix
 
+_MAX_SIZE_DIGITS = 6
+"""Of a number of ranks; a larger one is no trainer's, and would take its memory before anything is fetched."""
+
 
 @attrs.frozen
 class Announcement:
@@ -18,7 +21,7 @@ class Announcement:
     def parse(cls, text: str | None) -> Announcement | None:
         """Read a pointer's value; ``None`` where it is none or malformed, since following is only a help."""
         prefix, _, size = (text or "").partition(" ")
-        if attempt_prefix(f"{prefix}/") != prefix or not size.isdecimal():
+        if attempt_prefix(f"{prefix}/") != prefix or not size.isdecimal() or len(size) > _MAX_SIZE_DIGITS:
             return None
         return cls(prefix, int(size))
 

@@ -19,7 +19,7 @@ from typing import Protocol
 
 import attrs
 
-from rose.errors import BlobNotFoundError, CorruptUpdateError, TransportError
+from rose.errors import BlobNotFoundError, CorruptUpdateError, TransferError, TransportError
 from rose.interfaces.transport import Payload
 from rose.transfer.cluster_claims import Announcement, Claim, Claims
 from rose.transfer.cluster_memory import MANIFEST
@@ -115,7 +115,7 @@ class Follower:
             try:
                 self._look()
                 is_failing = False
-            except (TransportError, CorruptUpdateError) as error:
+            except (TransportError, TransferError) as error:
                 if not is_failing:
                     _logger.warning("following %r is held up: %s", self._pointer, error)
                 is_failing = True

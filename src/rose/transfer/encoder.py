@@ -10,13 +10,10 @@ are those of the kept bits: they move by what ``compare`` found, and ``audit`` c
 
 from __future__ import annotations
 
-import itertools
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-import attrs
 import numpy as np
 
 from rose.errors import CorruptUpdateError, LayoutMismatchError
@@ -26,33 +23,17 @@ from rose.transfer import delta, kernels
 from rose.transfer.blobs import MAX_BLOB_BYTES, MIN_BLOB_BYTES, BlobWriter
 from rose.transfer.cells import Columns
 from rose.transfer.delta import Bits, Codec, EncodedCell
-from rose.transfer.kernels import Kernels, Rows
+from rose.transfer.kernels import Comparison, Kernels
 from rose.transfer.layout import bits_dtype, rows_of, slices_in
 from rose.transfer.parts import Share
 from rose.transfer.plan import Cell
+from rose.transfer.units import SideBySide, Slot, Unit, plan_units
 
 _HELD_FRACTION = 0.01
 """Coded changes kept until the commit, as a share of the rank's bytes; what goes beyond is read again from the trainer."""
 _BUFFER_FRACTION = 0.02
 """All open blobs together, as a share of the rank's bytes."""
 _LOOK_AHEAD = 2
-_BATCH_ELEMENTS = 1 << 20
-"""Small cells are handed to a thread this many elements at a time."""
-
-
-@attrs.frozen(kw_only=True, eq=False)
-class _Slot:
-    """Where one cell is: its index into the rank's box and its rows in the tensor."""
-
-    cell: Cell
-    index: tuple[slice, ...]
-    rows: Rows
-
-    def view(self, boxes: Mapping[str, Bits]) -> Bits:
-        """Return the cell in the rank's box, as a view."""
-        index: Any = (*self.index, ...)  # the ellipsis keeps a scalar a view
-        view: Bits = boxes[self.cell.tensor][index]
-        return view
 
 
 class RankEncoder:
@@ -80,14 +61,15 @@ class RankEncoder:
         self._dtypes = {name: bits_dtype(tensors[name].dtype) for name in layout}
         self._layout = dict(layout)
         self._slots = [
-            _Slot(
+            Slot(
                 cell=cell,
                 index=slices_in(cell.box, layout[cell.tensor]),
                 rows=rows_of(cell.box, tensors[cell.tensor].shape),
             )
             for cell in cells
         ]
-        self._batches = _batches([slot.rows.num_elements for slot in self._slots])
+        self._units = plan_units(self._slots, self._dtypes)
+        self._unit_of = {number: i for i, unit in enumerate(self._units) for number in unit.numbers}
         self._is_overwrite, self._loops = is_overwrite, loops or kernels.load()
         self._num_threads = num_threads
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="rose-encode")
@@ -189,7 +171,7 @@ class RankEncoder:
         if self._last is None:
             self._last = {name: np.empty(box.shape, dtype=self._dtypes[name]) for name, box in self._layout.items()}
         last = self._last
-        changed = range(len(self._slots)) if is_first else np.flatnonzero(pending.codec != Codec.NONE).tolist()
+        is_changed = (np.ones(len(self._slots), dtype=bool) if is_first else pending.codec != Codec.NONE).tolist()
 
         def take(number: int) -> None:
             slot = self._slots[number]
@@ -201,12 +183,15 @@ class RankEncoder:
             change = delta.decode(
                 cell.streams, codec=cell.codec, dtype=flat.dtype, num_elements=flat.size, with_=self._loops
             )
-            values = change.values
-            if change.is_difference:
-                values = self._loops.gather(flat, change.positions) + values
-            self._loops.scatter(flat, change.positions, values)
+            write = self._loops.add if change.is_difference else self._loops.scatter
+            write(flat, change.positions, change.values)
 
-        for _ in self._pool.map(take, changed):
+        def take_all(unit: Unit) -> None:
+            for number in unit.numbers:
+                if is_changed[number]:
+                    take(number)
+
+        for _ in self._pool.map(take_all, self._units):
             pass
         self._columns = pending
 
@@ -253,24 +238,59 @@ class RankEncoder:
             raise CorruptUpdateError(message)
 
     def _encoded(self, shards: Mapping[str, ShardBits], *, is_whole: bool) -> Iterator[tuple[int, EncodedCell]]:
-        """Yield the encoded cells in order, a few batches of them ahead of the caller."""
-        ahead: deque[tuple[range, Future[list[EncodedCell]]]] = deque()
-        batches = iter(self._batches)
-
-        def encode(numbers: range) -> list[EncodedCell]:
-            return [self._encode_cell(number, shards, is_whole=is_whole) for number in numbers]
-
+        """Yield the encoded cells in order, a few units of them ahead of the caller."""
+        under_way: dict[int, Future[list[EncodedCell | None]]] = {}
+        done: dict[int, EncodedCell | None] = {}
+        num_submitted = 0
         try:
-            while True:
-                for numbers in itertools.islice(batches, _LOOK_AHEAD * self._num_threads - len(ahead)):
-                    ahead.append((numbers, self._pool.submit(encode, numbers)))
-                if not ahead:
-                    return
-                numbers, work = ahead.popleft()
-                yield from zip(numbers, work.result(), strict=True)
+            for number in range(len(self._slots)):
+                wanted = self._unit_of[number]
+                while num_submitted < min(wanted + _LOOK_AHEAD * self._num_threads, len(self._units)):
+                    unit = self._units[num_submitted]
+                    under_way[num_submitted] = self._pool.submit(self._encode_unit, unit, shards, is_whole=is_whole)
+                    num_submitted += 1
+                if wanted in under_way:
+                    done |= zip(self._units[wanted].numbers, under_way.pop(wanted).result(), strict=True)
+                cell = done.pop(number)
+                yield number, cell if cell is not None else self._encode_cell(number, shards, is_whole=is_whole)
         finally:
-            for _, work in ahead:
+            for work in under_way.values():
                 work.cancel()
+
+    def _encode_unit(self, unit: Unit, shards: Mapping[str, ShardBits], *, is_whole: bool) -> list[EncodedCell | None]:
+        if unit.columns is None or is_whole or self._last is None:
+            return [self._encode_cell(number, shards, is_whole=is_whole) for number in unit.numbers]
+        return self._encode_columns(unit.columns, unit.numbers, shards[unit.columns.tensor], self._last)
+
+    def _encode_columns(
+        self, columns: SideBySide, numbers: Sequence[int], shard: ShardBits, last: Mapping[str, Bits]
+    ) -> list[EncodedCell | None]:
+        """Compare cells that lie side by side in one pass, a slab of rows at a time, as a shard may have to be cast.
+
+        A cell that is to be sent whole is ``None`` where its bits would be a copy: many of them at once would take much memory.
+        """
+        pairs = (
+            (delta.as_rows(np.asarray(shard[slab]), rows), delta.as_rows(last[columns.tensor][slab], rows))
+            for slab, rows in columns.slabs()
+        )
+        cells = [self._slots[number].rows for number in numbers]
+        found = self._loops.compare_columns(pairs, cells, is_overwrite=self._is_overwrite)
+        return [self._coded(number, one, shard) for number, one in zip(numbers, found, strict=True)]
+
+    def _coded(self, number: int, found: Comparison, shard: ShardBits) -> EncodedCell | None:
+        slot, old_sum = self._slots[number], self._columns.state_sum(number)
+        if not found.num_changed:
+            return EncodedCell(codec=Codec.NONE, num_changed=0, state_sum=old_sum)
+        if found.streams is None and not isinstance(shard, np.ndarray):
+            return None
+        is_dense, sparse = found.streams is None, Codec.OVERWRITE if self._is_overwrite else Codec.SPARSE
+        return EncodedCell(
+            codec=Codec.DENSE if is_dense else sparse,
+            num_changed=found.num_changed,
+            state_sum=delta.add_sums(old_sum, found.sum_delta),
+            streams=found.streams,
+            bits=delta.as_rows(np.asarray(shard[slot.index]), slot.rows) if is_dense else None,
+        )
 
     def _encode_cell(self, number: int, shards: Mapping[str, ShardBits], *, is_whole: bool) -> EncodedCell:
         slot = self._slots[number]
@@ -286,16 +306,3 @@ class RankEncoder:
             is_overwrite=self._is_overwrite,
             with_=self._loops,
         )
-
-
-def _batches(sizes: Sequence[int]) -> list[range]:
-    """Return neighbouring cells, so many at a time that a batch has about ``_BATCH_ELEMENTS``."""
-    batches, start, filled = [], 0, 0
-    for number, size in enumerate(sizes):
-        filled += size
-        if filled >= _BATCH_ELEMENTS:
-            batches.append(range(start, number + 1))
-            start, filled = number + 1, 0
-    if start < len(sizes):
-        batches.append(range(start, len(sizes)))
-    return batches

@@ -96,6 +96,9 @@ def export_version(
         CorruptUpdateError: What was fetched or written is damaged.
     """
     _check_out(out)
+    if config_from is not None and config_from.resolve() == out.resolve():
+        message = f"{out} is the folder that the other files come from; choose another one for the checkpoint"
+        raise ConfigError(message)
     extra = () if config_from is None else _config_files(config_from)
     update = find_update(transport, version, pointer=pointer)
     reader = ManifestReader(transport)

@@ -92,7 +92,7 @@ class Geometry(Sequence[PlacedCell]):
         found = cls(names=names, **{key: arrays[key] for key in ("tensor", "depth", "offset", "shape")})
         is_sound = (
             found.offset.shape == found.shape.shape == (len(found), found.offset.shape[-1])
-            and found.depth.shape == found.tensor.shape
+            and found.depth.shape == found.tensor.shape == (len(found),)
             and [array.dtype.str for array in found.arrays().values()] == ["<u4", "|u1", "<i8", "<i8"]
             and not np.any(found.tensor >= len(names))
             and not np.any(found.depth > found.offset.shape[1])

@@ -4,7 +4,8 @@ Rank 0 decides, by the pure policy ``rose.policies.retention`` from sizes, ackno
 the manifest, before the pointer moves; so every rank reads the same one. Each rank deletes what it has put itself.
 
 Invariants: nothing is deleted before the version that replaces it is visible; a decision is carried out once, and what could not be deleted
-is tried again after the next version; a run before this one is deleted by rank 0 once this one has two versions.
+is tried again after the next version; a decision of an attempt that failed is made again; a run before this one is deleted by rank 0 once
+this one has two versions, the oldest first, so that what is left can be found again.
 """
 
 from __future__ import annotations
@@ -12,16 +13,17 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import attrs
 
-from rose.errors import BlobNotFoundError, CorruptUpdateError, DeadlineExceededError, TransportError
+from rose.errors import BlobNotFoundError, CorruptUpdateError, DeadlineExceededError, TransferError, TransportError
 from rose.interfaces.transport import Payload, Transport
 from rose.policies.retention import RetentionConfig, RetentionSnapshot, StoredVersion, plan_retention
 from rose.transfer import records
 from rose.transfer.acks import ACKS_POINTER, known_versions, leases_of, read_acks
 from rose.transfer.attempt import Attempt
+from rose.transfer.manifest import Manifest
 from rose.transfer.relay import read_manifest, version_of_key
 
 SCHEMA = "rose.keep/1"
@@ -113,8 +115,6 @@ class Housekeeper:
             time.sleep(_HOLD_POLL_S)
         for holder in plan.broken:
             _logger.warning("%s reads too slowly: what it needs is deleted, it will get full weights", holder)
-        for gone in plan.delete:
-            self._stored.pop(gone, None)
         return Decision(delete=plan.delete, is_anchor_due=plan.is_anchor_due)
 
     def follow(self, visible_key: str | None, decision_key: str | None) -> bool:
@@ -134,6 +134,8 @@ class Housekeeper:
                 return False
             self._followed, self._is_anchor_due = visible_key, decision.is_anchor_due
             self._doomed |= set(decision.delete)
+            for gone in decision.delete:
+                self._stored.pop(gone, None)
         self._sweep(version_of_key(visible_key).n)
         return self._is_anchor_due
 
@@ -153,33 +155,49 @@ class Housekeeper:
         )
 
     def _sweep(self, newest_n: int) -> None:
-        """Delete what is doomed; what fails stays doomed."""
+        """Delete what is doomed; what cannot be reached stays doomed."""
         try:
             for n in sorted(self._doomed):
-                self._transport.delete(self._keys_by_n.get(n, []))
+                self._delete(self._keys_by_n.get(n, []))
                 self._keys_by_n.pop(n, None)
                 self._doomed.discard(n)
             if self._old_run_key is not None and newest_n > 0:
-                for keys in _keys_of_run(self._transport, self._old_run_key):
-                    self._transport.delete(keys)
+                for keys in reversed(list(_keys_of_run(self._transport, self._old_run_key))):
+                    self._delete(keys)
                 self._old_run_key = None
         except TransportError as error:
             _logger.warning("old versions could not be deleted, they will be tried again: %s", error)
 
+    def _delete(self, keys: Sequence[str]) -> None:
+        """Delete; what the store holds in a damaged form stays there, since it would be no different the next time."""
+        try:
+            self._transport.delete(keys)
+        except TransferError as error:
+            _logger.warning("some of %d old keys from %r on are left in the store: %s", len(keys), keys[0], error)
+
 
 def _keys_of_run(transport: Transport, key: str) -> Iterator[list[str]]:
-    """Yield the keys of each version of a run, newest first, as far as its manifests can be read."""
+    """Yield the keys of each version of a run, newest first, as far as its manifests can be read.
+
+    A version's manifest is the last of its keys, so that one that was deleted in part is found again.
+    """
     found: str | None = key
     with contextlib.suppress(BlobNotFoundError, CorruptUpdateError):
         while found is not None:
             manifest = read_manifest(transport, found)
-            keys = [found, manifest.map_key, *(blob.key for blob in manifest.blobs)]
-            if manifest.anchor_key != found and version_of_key(manifest.anchor_key) == manifest.version:
-                keys += [
-                    manifest.anchor_key,
-                    *(blob.key for blob in read_manifest(transport, manifest.anchor_key).blobs),
-                ]
             prefix = found.rsplit("/", 1)[0]
             ranks = {blob.key.rsplit("/", 2)[1].rsplit("-", 1)[1] for blob in manifest.blobs}
-            yield [*keys, f"{prefix}/keep", *(f"{prefix}/part-{rank}" for rank in ranks)]
+            keys = [manifest.map_key, *(blob.key for blob in manifest.blobs), *_keys_of_anchor(transport, manifest)]
+            yield [*keys, f"{prefix}/keep", *(f"{prefix}/part-{rank}" for rank in ranks), found]
             found = manifest.base_key
+
+
+def _keys_of_anchor(transport: Transport, manifest: Manifest) -> list[str]:
+    """Return the keys of the full weights that are beside a version's changes, if there are some that can be read."""
+    if manifest.is_anchor or version_of_key(manifest.anchor_key) != manifest.version:
+        return []
+    try:
+        anchor = read_manifest(transport, manifest.anchor_key)
+    except (BlobNotFoundError, CorruptUpdateError):
+        return [manifest.anchor_key]
+    return [*(blob.key for blob in anchor.blobs), manifest.anchor_key]

@@ -109,6 +109,8 @@ def _check_fields(header: Mapping[str, Any]) -> None:
     rank, is_full, tensors_hash = header["rank"], header["is_full"], header["tensors_hash"]
     numbers = [number for box in header["layout"].values() for part in box for number in part]
     is_sound = type(rank) is int and rank >= 0 and isinstance(is_full, bool) and isinstance(tensors_hash, str)
+    names = header["names"]
+    is_sound = is_sound and isinstance(names, list) and all(isinstance(name, str) for name in names)
     if not (is_sound and all(type(number) is int and number >= 0 for number in numbers)):
         message = f"rank {rank!r}, is_full {is_full!r}, hash {tensors_hash!r}, layout {header['layout']!r}"
         raise ValueError(message)

@@ -349,7 +349,11 @@ class Publisher:
         if attempt.base_key is None:
             message = f"some ranks sent changes for {attempt.version}, which has no base"
             raise TransferError(message)
-        return self._anchor_key or read_manifest(self._transport, attempt.base_key).anchor_key
+        if self._anchor_key is not None and attempt.base_key == self._published_key:
+            return self._anchor_key
+        return read_manifest(
+            self._transport, attempt.base_key
+        ).anchor_key  # the base has one that this rank did not see succeed
 
     def _put_manifest(self, attempt: Attempt, key: str, share: Share, *, anchor_key: str, base_key: str | None) -> None:
         manifest = Manifest(

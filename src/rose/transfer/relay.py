@@ -25,9 +25,15 @@ def read_manifest(transport: Transport, key: str) -> Manifest:
 
     Raises:
         BlobNotFoundError: It is not, or no longer, there.
-        CorruptUpdateError: It is damaged.
+        CorruptUpdateError: It is damaged, or another version's.
     """
-    return _read(transport, key, Manifest.from_bytes)
+
+    def parse(payload: Payload) -> Manifest:
+        manifest = Manifest.from_bytes(payload)
+        _check_place(manifest, key)
+        return manifest
+
+    return _read(transport, key, parse)
 
 
 def read_map(transport: Transport, key: str) -> CellMap:
@@ -76,9 +82,27 @@ def announce_pointer(transport: Transport, pointer: str, prefix: str, world_size
 
 
 def version_of_key(key: str) -> WeightVersion:
-    """Return the version that a manifest key names."""
-    run, n, _, _ = key.split("/")
-    return WeightVersion(run, int(n))
+    """Return the version that a manifest key names.
+
+    Raises:
+        CorruptUpdateError: It is no manifest key.
+    """
+    try:
+        run, n, _, _ = key.split("/")
+        return WeightVersion(run, int(n))
+    except ValueError as error:
+        message = f"{key[:200]!r} is no key of a manifest (run/n/attempt/name); does something else move this pointer?"
+        raise CorruptUpdateError(message) from error
+
+
+def _check_place(manifest: Manifest, key: str) -> None:
+    """Check that a manifest is that of its key and starts from an earlier version, so that a walk back along bases ends."""
+    version, base, base_key = manifest.version, manifest.base, manifest.base_key
+    is_before = base is None or (base.run == version.run and base.n < version.n)
+    is_named = base_key is None or version_of_key(base_key) == base
+    if version != version_of_key(key) or not (is_before and is_named):
+        message = f"the manifest under {key!r} says {version} from {base} at {base_key!r}, which cannot be there"
+        raise CorruptUpdateError(message)
 
 
 class ManifestReader:

@@ -2,7 +2,8 @@
 
 Nothing here writes to the sink. The live weights are read where changes are differences, so that what is staged overwrites only, and
 so that the sum of every cell is known to come out right *before* the engine is paused: the kept sum of the cell, moved by the changes
-from the patterns that are really there, must be the sum that the manifest promises. What is not read is not verified by this; an audit does that.
+from the patterns that are really there, must be the sum that the manifest promises, and the new patterns alone must have the sum that
+the blob promises (the first would not see a wrong live pattern under a difference). What is not read is not verified; an audit does that.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from rose.transfer import delta, kernels
 from rose.transfer.blobs import BlobCell, OpenBlob, read_blob
 from rose.transfer.cells import BlobEntry, CellMap
 from rose.transfer.delta import Bits, Codec, Dense, Sparse, add_sums
-from rose.transfer.kernels import Sum
+from rose.transfer.kernels import Rows, Sum
 from rose.transfer.layout import bits_dtype, rows_of, slices_in, split_into_rows
 from rose.transfer.manifest import Manifest, tensor_sums
 from rose.transfer.sink import WeightSink
@@ -161,23 +162,31 @@ class Stage:
         self.changes: dict[Place, Dense | Sparse] = {}
         self.fetched_bytes = 0
 
-    def add(self, manifest: Manifest, routes: Routes, transport: Transport) -> None:
+    def add(self, manifest: Manifest, routes: Routes, transport: Transport, *, later: Sequence[Manifest] = ()) -> None:
         """Fetch and resolve one version.
+
+        Args:
+            manifest: The version.
+            routes: What the sink takes of it.
+            transport: Where its blobs are.
+            later: The versions of the chain after it; cells that one of them sends whole are left to it.
 
         Raises:
             CorruptUpdateError: A payload is damaged, or the state it leads to is not the promised one.
             BlobNotFoundError: A blob is gone.
         """
+        numbers = np.fromiter(routes.held, dtype=np.int64, count=len(routes.held))
+        for other in later:
+            numbers = numbers[other.columns.codec[numbers] != Codec.DENSE]
         wanted: defaultdict[int, set[int]] = defaultdict(set)
-        for number in routes.held:
-            blob = int(manifest.columns.blob[number])
+        for number, blob in zip(numbers.tolist(), manifest.columns.blob[numbers].tolist(), strict=True):
             if blob >= 0:
                 wanted[blob].add(number)
-        self._check_unchanged(manifest, routes)
+        self._check_unchanged(manifest, routes, numbers)
         with ThreadPoolExecutor(self._num_threads, thread_name_prefix="rose-fetch") as pool:
             jobs = [
-                pool.submit(self._take_blob, manifest, routes, manifest.blobs[blob], numbers, transport)
-                for blob, numbers in wanted.items()
+                pool.submit(self._take_blob, manifest, routes, manifest.blobs[blob], cells, transport)
+                for blob, cells in wanted.items()
             ]
             try:
                 self.fetched_bytes += sum(job.result() for job in jobs)
@@ -186,13 +195,12 @@ class Stage:
                     job.cancel()
                 raise
 
-    def _check_unchanged(self, manifest: Manifest, routes: Routes) -> None:
-        for number, cells in routes.held.items():
-            if manifest.columns.codec[number] == Codec.NONE:
-                for cell in cells:
-                    known = [self.sums.get((cell.name, part)) for part in cell.parts]
-                    if cell.is_summed and None not in known:
-                        self._check_sum(manifest, cell, [one for one in known if one is not None])
+    def _check_unchanged(self, manifest: Manifest, routes: Routes, numbers: Bits) -> None:
+        for number in numbers[manifest.columns.codec[numbers] == Codec.NONE].tolist():
+            for cell in routes.held[number]:
+                known = [self.sums.get((cell.name, part)) for part in cell.parts]
+                if cell.is_summed and None not in known:
+                    self._check_sum(manifest, cell, [one for one in known if one is not None])
 
     def _take_blob(
         self, manifest: Manifest, routes: Routes, entry: BlobEntry, numbers: set[int], transport: Transport
@@ -214,19 +222,26 @@ class Stage:
                 raise CorruptUpdateError(message)
             spec = specs[cells[number].tensor]
             change = _change(found, cells[number].box, spec)
+            promised = None if found.streams is None else found.streams.values_sum
             for held in routes.held[number]:
-                self._take_cell(manifest, held, change, spec)
+                self._take_cell(manifest, held, change, spec, promised)
         if missing:
             message = f"blob {entry.key} lacks cells {sorted(missing)[:5]}, which the manifest says it carries"
             raise CorruptUpdateError(message)
         return entry.length_bytes
 
-    def _take_cell(self, manifest: Manifest, held: HeldCell, change: Dense | Sparse, spec: TensorSpec) -> None:
+    def _take_cell(
+        self, manifest: Manifest, held: HeldCell, change: Dense | Sparse, spec: TensorSpec, promised: Sum | None
+    ) -> None:
+        """Resolve what the sink holds of a cell; ``promised`` is the sum of the new patterns alone, of a sparse change."""
         sums = []
         for part in held.parts:
             place = (held.name, part)
-            resolved, moved = self._resolve(place, restrict(change, held.cell, part), spec, is_summed=held.is_summed)
-            self.changes[place] = resolved
+            before = self.changes.get(place)
+            fresh, moved = self._resolve(place, restrict(change, held.cell, part), spec, is_summed=held.is_summed)
+            if promised is not None and part == held.cell and isinstance(fresh, Sparse):
+                self._check_values(manifest, held, fresh, promised)
+            self.changes[place] = _overlay(before, fresh) if isinstance(fresh, Sparse) else fresh
             if held.is_summed:
                 self.sums[place] = moved
                 sums.append(moved)
@@ -241,10 +256,21 @@ class Stage:
             )
             raise CorruptUpdateError(message)
 
+    def _check_values(self, manifest: Manifest, held: HeldCell, change: Sparse, promised: Sum) -> None:
+        """Compare the new patterns alone: a wrong live pattern under a difference moves the sum of the cell as the right one would."""
+        size = change.values.size
+        rows = Rows(num_rows=1, row_len=size, start=0, stride=size)
+        if self._loops.state_sum(change.values.reshape(1, size), rows) != promised:
+            message = (
+                f"{held.name} at {held.cell.offset}+{held.cell.shape} would not be the published bits of {manifest.version}: "
+                "its sum differs where it changes, so the update or the engine's own weights are damaged"
+            )
+            raise CorruptUpdateError(message)
+
     def _resolve(
         self, place: Place, change: Dense | Sparse, spec: TensorSpec, *, is_summed: bool
     ) -> tuple[Dense | Sparse, Sum]:
-        """Return the change as new patterns over the live weights, and the sum of the place after it."""
+        """Return the change as new patterns, made of the live ones and those of the chain so far, and the sum of the place after it."""
         part = place[1]
         if isinstance(change, Dense):
             rows = rows_of(part, spec.shape) if is_summed else None
@@ -258,7 +284,7 @@ class Stage:
             rows = rows_of(part, spec.shape)
             base = self.sums.get(place) or self._live_sum(place, spec)
             total = add_sums(base, self._loops.changes_sum(change.positions, old, new, rows))
-        return _overlay(before, Sparse(positions=change.positions, values=new, is_difference=False)), total
+        return Sparse(positions=change.positions, values=new, is_difference=False), total
 
     def _live_sum(self, place: Place, spec: TensorSpec) -> Sum:
         """Return the sum of what the sink holds; only asked for places that no earlier version of the chain has touched."""

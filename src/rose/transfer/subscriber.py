@@ -214,8 +214,8 @@ class Subscriber:
         links = [(manifest, self._routes_of(manifest, source)) for manifest in chain]
         known = self._state.sums if self._state is not None and chain[0].base is not None else {}
         stage = Stage(self._sink, known, num_threads=self._num_threads)
-        for manifest, routes in links:
-            stage.add(manifest, routes, source)
+        for i, (manifest, routes) in enumerate(links):
+            stage.add(manifest, routes, source, later=chain[i + 1 :])
         state = _State(routes=links[-1][1], columns=chain[-1].columns, sums=stage.sums)
         return _Staged(
             target=update.target,

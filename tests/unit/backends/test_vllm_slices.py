@@ -189,8 +189,8 @@ def _loader(load: Any) -> Any:
     [
         (lambda w, t: w.data.copy_(t.t()), (2, 3), "w is reshaped or transposed"),
         (lambda w, t: w.data.copy_(t * 2), (3, 2), "computes a parameter"),
-        (lambda w, t: w.data.copy_(t), (3, 1), "more than cuts and copies"),
-        (lambda w, t: w.data.fill_(t.sum().item()), (3, 2), "more than cuts and copies"),
+        (lambda w, t: w.data.copy_(t), (3, 1), "had taken w, needed more than cuts and copies"),
+        (lambda w, t: w.data.fill_(t.sum().item()), (3, 2), "had taken w, needed more than cuts and copies"),
         (lambda _w, _t: None, (3, 2), "come from no checkpoint tensor.*: w"),
     ],
 )

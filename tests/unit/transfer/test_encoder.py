@@ -244,7 +244,7 @@ def test_lazy_shards_are_read_slice_by_slice() -> None:
 
 
 def test_several_threads_read_lazy_shards_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rose.transfer.encoder._BATCH_ELEMENTS", 8)
+    monkeypatch.setattr("rose.transfer.units._BATCH_ELEMENTS", 8)
     barrier = threading.Barrier(2, timeout=10)
 
     class Meets(LazyBits):

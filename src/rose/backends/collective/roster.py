@@ -20,6 +20,7 @@ from rose.errors import TransportError
 
 _TOKEN_TIMEOUT_S = 5.0
 _SEND_TIMEOUT_S = 5.0
+_ACCEPT_PAUSE_S = 0.1
 
 
 class Roster:
@@ -107,7 +108,10 @@ class Roster:
             try:
                 connection, _ = self._listener.accept()
             except OSError:
-                return
+                if self._is_closed:
+                    return
+                time.sleep(_ACCEPT_PAUSE_S)  # no free descriptor, or a caller that is gone already: others may come
+                continue
             try:
                 self._welcome(connection)
             except (OSError, TransportError):

@@ -23,6 +23,7 @@ from rose.transfer.cluster_wait import wait_for_blob
 from rose.types import TransportAddress
 
 _TOKEN_TIMEOUT_S = 10.0
+_ACCEPT_PAUSE_S = 0.05
 _WAIT_SLICE_S = 0.25
 """How long a wait may keep a closing server."""
 _STATUS_OF = (
@@ -105,6 +106,7 @@ class StoreServer:
             except OSError:
                 if self._is_closed:
                     return
+                time.sleep(_ACCEPT_PAUSE_S)  # no free descriptor, perhaps: asking at once would take a whole core
                 continue
             thread = threading.Thread(target=self._serve, args=(connection,), name="rose-store-client", daemon=True)
             with self._lock:

@@ -53,19 +53,9 @@ class SlicePlan:
             LayoutMismatchError: The loader transforms a tensor beyond cutting and copying, or a parameter of the model
                 comes from none of them; names the tensors.
         """
-        recorder = _CopyRecorder()
-        try:
-            with torch.no_grad(), recorder:
-                model.load_weights(iter(checkpoint.items()))
-        except _LOADER_ERRORS as error:
-            message = (
-                f"{type(model).__name__}.load_weights needs more than cuts and copies, or finds parameters that vLLM replaced "
-                f"after loading, which ROSE cannot update: {error!r}; load the model without quantization"
-            )
-            raise LayoutMismatchError(message) from error
         names = {tensor.untyped_storage()._cdata: name for name, tensor in checkpoint.items()}  # noqa: SLF001 - identity
         found: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}
-        for source, live in recorder.copies:
+        for source, live in _record(model, checkpoint):
             name = names.get(source.untyped_storage()._cdata)  # noqa: SLF001 - identity
             if name is None:
                 message = f"{type(model).__name__} computes a parameter of shape {tuple(live.shape)} while it loads"
@@ -97,6 +87,27 @@ def read_checkpoint(directory: Path) -> dict[str, torch.Tensor]:
 def as_meta(stored: Mapping[str, StoredTensor]) -> dict[str, torch.Tensor]:
     """Return a tensor without bytes for every tensor of a checkpoint."""
     return {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in stored.items()}
+
+
+def _record(model: torch.nn.Module, checkpoint: Mapping[str, torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return the copies that the loader would make, each as part of a checkpoint tensor and view of a live parameter."""
+    recorder, taken = _CopyRecorder(), ["nothing"]
+
+    def weights() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in checkpoint.items():
+            taken[0] = name
+            yield name, tensor
+
+    try:
+        with torch.no_grad(), recorder:
+            model.load_weights(weights())
+    except _LOADER_ERRORS as error:
+        message = (
+            f"{type(model).__name__}.load_weights, when it had taken {taken[0]}, needed more than cuts and copies, or met a parameter "
+            f"that vLLM replaced after loading, which ROSE cannot update: {error!r}; load the model without quantization"
+        )
+        raise LayoutMismatchError(message) from error
+    return recorder.copies
 
 
 class _CopyRecorder(TorchFunctionMode):  # type: ignore[misc] # torch is untyped here

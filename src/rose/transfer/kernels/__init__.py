@@ -71,6 +71,9 @@ class ChangeStreams:
         lows: Low parts of gaps.
         codes: Differences or patterns.
         escapes: Differences that have no 4-bit code.
+        values_sum: Sum of the new patterns of the changed elements alone, as if they lay one after the other from position 0;
+            ``None`` where it is not known. Tells whether differences were added to the right patterns, which the sum of the
+            cell does not: that moves by the difference whatever it was added to.
     """
 
     num_changed: int
@@ -79,6 +82,7 @@ class ChangeStreams:
     lows: bytes | memoryview
     codes: bytes | memoryview
     escapes: bytes | memoryview
+    values_sum: Sum | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -154,16 +158,6 @@ class Kernels(Protocol):
 
     def add(self, array: Array, positions: Array, differences: Array) -> None:
         """Add differences, modulo 2^bits, to elements in place; otherwise as ``scatter``."""
-
-    def resolve(self, array: Array, positions: Array, differences: Array, rows: Rows) -> tuple[Array, Sum]:
-        """Return what elements would be with differences added, and by how much the sum of the cell would move.
-
-        Args:
-            array: The cell's patterns, 2-D, in rows of any length.
-            positions: Flat, ascending.
-            differences: One a position, added modulo 2^bits.
-            rows: Where the cell lies in its tensor.
-        """
 
     def state_sum(self, bits: Array, rows: Rows) -> Sum:
         """Return the sum of a whole cell."""

@@ -153,6 +153,7 @@ TARGET static int NAME(add_changes)(struct coder *c, struct scratch *s, const u1
         if (has_codes ? NAME(add_codes)(c, s->nibbles, s->differences, news, olds, n, c->num_changed)
                       : NAME(add_values)(c, news, olds, n, (int)is_overwrite))
             return NO_MEMORY;
+        NAME(sum_run)(news, n, c->num_changed, c->values_sum);
     }
     c->num_changed += n;
     /* Every change has at least one byte of gaps. */

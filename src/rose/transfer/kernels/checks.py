@@ -106,19 +106,6 @@ def checked_slabs(pairs: Iterable[tuple[Array, Array]], rows: Rows) -> Iterator[
         raise ValueError(message)
 
 
-def check_resolve(array: Array, positions: Array, differences: Array, rows: Rows) -> None:
-    """Refuse what cannot be resolved.
-
-    Raises:
-        TypeError: Types do not go together.
-        ValueError: Shapes do not, or the array has not as many elements as the cell.
-    """
-    check_values(array, positions, differences)
-    if array.size != rows.num_elements:
-        message = f"an array of {array.size} elements was given for a cell of {rows.num_elements}"
-        raise ValueError(message)
-
-
 def check_writeable(array: Array) -> None:
     """Refuse an array that must not be written.
 

@@ -39,7 +39,7 @@ struct buffer {
 
 /* The coding of one cell. Results first, in the order in which native.py reads them; buffers are kept between calls. */
 struct coder {
-    u64 num_changed, shift, is_coded, sum[2];
+    u64 num_changed, shift, is_coded, sum[2], values_sum[2];
     struct buffer gaps, lows, codes, escapes;
     struct buffer short_gaps, long_gaps, values;
     u64 num_elements;
@@ -135,7 +135,7 @@ static void release_coder(struct coder *c) {
 }
 
 static void reset_coder(struct coder *c, u64 num_elements) {
-    c->num_changed = c->shift = c->end = c->sum[0] = c->sum[1] = 0;
+    c->num_changed = c->shift = c->end = c->sum[0] = c->sum[1] = c->values_sum[0] = c->values_sum[1] = 0;
     c->is_coded = 1;
     c->num_elements = num_elements;
     c->gaps.size = c->lows.size = c->codes.size = c->escapes.size = 0;

@@ -26,7 +26,6 @@ from rose.transfer.kernels.checks import (
     check_matrix,
     check_pair,
     check_positions,
-    check_resolve,
     check_streams,
     check_values,
     check_writeable,
@@ -42,10 +41,10 @@ _REASONS = {
     _OUT_OF_RANGE: "goes beyond the cell",
     _BAD_CODE: "has a code that is never written",
 }
-_RESULT = struct.Struct("5Q12Q")
-"""The head of `struct coder`, which is that of `struct scratch`: five numbers, then address, size, capacity of four streams."""
+_RESULT = struct.Struct("7Q12Q")
+"""The head of `struct coder`, which is that of `struct scratch`: seven numbers, then address, size, capacity of four streams."""
 _MAX_KEPT = 1 << 23  # changes of one call, about 4 bytes each
-_GATHER, _SCATTER, _ADD, _RESOLVE = range(4)
+_GATHER, _SCATTER, _ADD = range(3)
 
 _P, _N, _I = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_int
 _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
@@ -63,7 +62,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "rose_read_gaps": (_I, (_I, _P, _N, _P, _N, _N, _N, _P, _N)),
     "rose_read_codes": (_I, (_N, _P, _N, _P, _N, _P)),
     "rose_read_planes": (_I, (_N, _P, _N, _I, _P)),
-    "rose_pass": (_I, (_N, _N, _P, _N, _N, _N, _P, _N, _N, _P, _P, _N, _N, _N, _P)),
+    "rose_pass": (_I, (_N, _N, _P, _N, _N, _N, _P, _N, _N, _P)),
     "rose_changes_sum": (_I, (_N, _P, _N, _N, _P, _P, _N, _N, _N, _N, _P)),
 }
 
@@ -208,41 +207,25 @@ class NativeKernels:
         check_matrix(array)
         check_positions(positions)
         values = np.empty(positions.size, dtype=array.dtype)
-        self._pass(_GATHER, array, positions, values=values)
+        self._pass(_GATHER, array, positions, values)
         return values
 
     def scatter(self, array: Array, positions: Array, values: Array) -> None:
         """Overwrite the elements at flat positions; see ``Kernels``."""
         check_values(array, positions, values)
         check_writeable(array)
-        self._pass(_SCATTER, array, positions, values=np.ascontiguousarray(values))
+        self._pass(_SCATTER, array, positions, np.ascontiguousarray(values))
 
     def add(self, array: Array, positions: Array, differences: Array) -> None:
         """Add differences in place; see ``Kernels``."""
         check_values(array, positions, differences)
         check_writeable(array)
-        self._pass(_ADD, array, positions, moves=np.ascontiguousarray(differences))
+        self._pass(_ADD, array, positions, np.ascontiguousarray(differences))
 
-    def resolve(self, array: Array, positions: Array, differences: Array, rows: Rows) -> tuple[Array, Sum]:
-        """Return new patterns and by how much the sum would move; see ``Kernels``."""
-        check_resolve(array, positions, differences, rows)
-        values, moves = np.empty(positions.size, dtype=array.dtype), np.ascontiguousarray(differences)
-        return values, self._pass(_RESOLVE, array, positions, values=values, moves=moves, rows=rows)
-
-    def _pass(
-        self,
-        what: int,
-        array: Array,
-        positions: Array,
-        *,
-        values: Array | None = None,
-        moves: Array | None = None,
-        rows: Rows | None = None,
-    ) -> Sum:
+    def _pass(self, what: int, array: Array, positions: Array, values: Array) -> None:
         if not positions.size:
-            return 0, 0
+            return
         positions = np.ascontiguousarray(positions)
-        total = (ctypes.c_uint64 * 2)()
         failed = self._library.rose_pass(
             what,
             array.itemsize,
@@ -251,15 +234,11 @@ class NativeKernels:
             _address(positions),
             positions.itemsize == 8,  # noqa: PLR2004
             positions.size,
-            None if values is None else _address(values),
-            None if moves is None else _address(moves),
-            *((0, 0, 0) if rows is None else (rows.start, rows.stride, rows.row_len)),
-            total,
+            _address(values),
         )
         if failed:
             message = f"positions {positions.min()} to {positions.max()} in a cell of {array.size} elements"
             raise IndexError(message)
-        return total[0], total[1]
 
     def state_sum(self, bits: Array, rows: Rows) -> Sum:
         """Return the sum of a whole cell; see ``Kernels``."""
@@ -335,16 +314,24 @@ def _readable(stream: bytes | memoryview) -> tuple[Any, Any]:
 def _comparison(address: int) -> Comparison:
     """Return the results of one cell, which lie there."""
     head = _RESULT.unpack(ctypes.string_at(address, _RESULT.size))
-    num_changed, shift, is_coded, *total = head[:5]
-    streams = _streams(num_changed, shift, head[5:]) if is_coded else None
-    return Comparison(num_changed=num_changed, streams=streams, sum_delta=(total[0], total[1]))
+    num_changed, shift, is_coded, *sums = head[:7]
+    streams = _streams(num_changed, shift, (sums[2], sums[3]), head[7:]) if is_coded else None
+    return Comparison(num_changed=num_changed, streams=streams, sum_delta=(sums[0], sums[1]))
 
 
-def _streams(num_changed: int, shift: int, buffers: tuple[int, ...]) -> ChangeStreams:
+def _streams(num_changed: int, shift: int, values_sum: Sum, buffers: tuple[int, ...]) -> ChangeStreams:
     gaps, lows, codes, escapes = (
         ctypes.string_at(buffers[i], buffers[i + 1]) if buffers[i + 1] else b"" for i in range(0, 12, 3)
     )
-    return ChangeStreams(num_changed=num_changed, shift=shift, gaps=gaps, lows=lows, codes=codes, escapes=escapes)
+    return ChangeStreams(
+        num_changed=num_changed,
+        shift=shift,
+        gaps=gaps,
+        lows=lows,
+        codes=codes,
+        escapes=escapes,
+        values_sum=values_sum,
+    )
 
 
 def _raise(failed: int, what: str) -> None:

@@ -16,7 +16,6 @@ from rose.transfer.kernels.checks import (
     check_matrix,
     check_pair,
     check_positions,
-    check_resolve,
     check_streams,
     check_values,
     check_writeable,
@@ -42,6 +41,7 @@ class _Found:
     values: list[Array] = attrs.field(factory=list)
     num_changed: int = 0
     total: Sum = (0, 0)
+    values_sum: Sum = (0, 0)
 
 
 class NumpyKernels:
@@ -63,7 +63,7 @@ class NumpyKernels:
         streams = None
         if found.num_changed and found.num_changed * min_bytes < new.nbytes:
             positions, values = np.concatenate(found.positions), np.concatenate(found.values)
-            streams = _encode(positions, values, rows.num_elements, is_coded=is_coded)
+            streams = _encode(positions, values, rows.num_elements, found.values_sum, is_coded=is_coded)
             if streams.num_bytes >= new.nbytes:
                 streams = None
         return Comparison(num_changed=found.num_changed, streams=streams, sum_delta=found.total)
@@ -90,6 +90,8 @@ class NumpyKernels:
             return
         positions = offsets + start
         news, olds = fresh[offsets], stale[offsets]
+        alone = Rows(num_rows=1, row_len=offsets.size, start=found.num_changed, stride=offsets.size)
+        found.values_sum = _add(found.values_sum, self.state_sum(news.reshape(1, -1), alone))
         found.num_changed += offsets.size
         found.total = _add(found.total, self.changes_sum(positions, olds, news, rows))
         found.positions.append(positions)
@@ -128,13 +130,6 @@ class NumpyKernels:
         check_values(array, positions, differences)
         check_writeable(array)
         np.add.at(array, _indices(array, positions), differences)
-
-    def resolve(self, array: Array, positions: Array, differences: Array, rows: Rows) -> tuple[Array, Sum]:
-        """Return new patterns and by how much the sum would move; see ``Kernels``."""
-        check_resolve(array, positions, differences, rows)
-        old = self.gather(array, positions)
-        new = old + differences
-        return new, self.changes_sum(positions, old, new, rows)
 
     def state_sum(self, bits: Array, rows: Rows) -> Sum:
         """Return the sum of a whole cell; see ``Kernels``."""
@@ -200,7 +195,7 @@ def _indices(array: Array, positions: Array) -> tuple[Array, ...]:
     return tuple(np.divmod(positions, array.shape[1])) if positions.size else (positions, positions)
 
 
-def _encode(positions: Array, values: Array, num_elements: int, *, is_coded: bool) -> ChangeStreams:
+def _encode(positions: Array, values: Array, num_elements: int, values_sum: Sum, *, is_coded: bool) -> ChangeStreams:
     shift = shift_of(num_elements, positions.size)
     gaps = np.diff(positions, prepend=-1) - 1
     highs = gaps >> shift
@@ -216,6 +211,7 @@ def _encode(positions: Array, values: Array, num_elements: int, *, is_coded: boo
         lows={0: b"", 4: _pack(lows), 8: lows.tobytes()}[shift],
         codes=codes,
         escapes=escapes,
+        values_sum=values_sum,
     )
 
 

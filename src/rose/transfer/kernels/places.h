@@ -3,7 +3,7 @@
 /* Elements are found, and asked of memory, a few at a time, and used only after the next few have been found: most of them lie in a
  * cache line of their own, so that waiting for each in turn would take most of the time. They are asked for in the second cache, which
  * can wait for more of them at once than the first. */
-#define FEW 1024
+#define FEW 256
 
 /* From flat positions to `base + row * step + column * unit`. */
 struct walk {
@@ -45,7 +45,83 @@ INLINE int is_outside(const void *positions, u64 is_wide, u64 n, u64 total) {
     return is_bad;
 }
 
-/* ---- sums ---- */
+INLINE u64 load(const void *from, u64 itemsize) {
+    u64 value = 0;
+    memcpy(&value, from, itemsize);
+    return value;
+}
+
+/* ---- one pass over positions ---- */
+
+enum { GATHER = 0, SCATTER = 1, ADD = 2 };
+
+struct job {
+    struct walk walk;
+    const void *positions;
+    u64 n;
+    u8 *values; /* GATHER: out; SCATTER: in; ADD: differences, in */
+};
+
+INLINE void find_few(struct job *job, u64 is_wide, u64 from, u64 n, u8 **found) {
+    for (u64 i = 0; i < n; i++) {
+        found[i] = (u8 *)(uintptr_t)find_place(&job->walk, position_at(job->positions, is_wide, from + i));
+        __builtin_prefetch(found[i], 0, 2);
+    }
+}
+
+INLINE void use_few(const struct job *job, int what, u64 itemsize, u64 from, u64 n, u8 *const *found) {
+    u8 *values = job->values + from * itemsize;
+    for (u64 i = 0; i < n; i++) {
+        u64 at = i * itemsize;
+        if (what == SCATTER) memcpy(found[i], values + at, itemsize);
+        if (what == GATHER) memcpy(values + at, found[i], itemsize);
+        if (what == ADD) {
+            u64 new = load(found[i], itemsize) + load(values + at, itemsize);
+            memcpy(found[i], &new, itemsize);
+        }
+    }
+}
+
+INLINE void pass_as(struct job job, int what, u64 itemsize, u64 is_wide) {
+    u8 *found[2][FEW];
+    u64 n = job.n, ready = n < FEW ? n : FEW;
+    find_few(&job, is_wide, 0, ready, found[0]);
+    for (u64 at = 0, turn = 0; at < n; turn ^= 1) {
+        u64 next = at + ready, num_next = n - next < FEW ? n - next : FEW;
+        find_few(&job, is_wide, next, num_next, found[turn ^ 1]);
+        use_few(&job, what, itemsize, at, ready, found[turn]);
+        at = next, ready = num_next;
+    }
+}
+
+#define PASSES(what, itemsize)                    \
+    case itemsize:                                \
+        if (is_wide)                              \
+            pass_as(job, what, itemsize, 1);      \
+        else                                      \
+            pass_as(job, what, itemsize, 0);      \
+        break;
+#define PASS(stem, what)                                                                         \
+    static void pass_##stem(struct job job, u64 itemsize, u64 is_wide) {                         \
+        switch (itemsize) { PASSES(what, 1) PASSES(what, 2) PASSES(what, 4) PASSES(what, 8) }    \
+    }
+PASS(gather, GATHER)
+PASS(scatter, SCATTER)
+PASS(add, ADD)
+
+/* Do `what` to the elements at flat positions; nothing is touched when one is out of range. */
+int rose_pass(u64 what, u64 itemsize, const u8 *array, u64 step, u64 num_rows, u64 row_len, const void *positions, u64 is_wide,
+              u64 n, void *values) {
+    if (is_outside(positions, is_wide, n, num_rows * row_len)) return OUT_OF_RANGE;
+    struct job job = {.positions = positions, .n = n, .values = values};
+    job.walk = walk_from((u64)(uintptr_t)array, step, num_rows, row_len, itemsize);
+    if (what == GATHER) pass_gather(job, itemsize, is_wide);
+    if (what == SCATTER) pass_scatter(job, itemsize, is_wide);
+    if (what == ADD) pass_add(job, itemsize, is_wide);
+    return OK;
+}
+
+/* ---- the sum of changes that are at hand ---- */
 
 /* The sum over changes so far but for those in the present span, which have no factor yet. */
 struct moving {
@@ -68,102 +144,6 @@ INLINE void add_move(struct moving *m, u64 itemsize, u64 place, u64 old, u64 new
     if (itemsize == 8)
         for (int lane = 0; lane < 2; lane++) m->part[lane] += high * keys[2 + lane];
 }
-
-INLINE u64 load(const void *from, u64 itemsize) {
-    u64 value = 0;
-    memcpy(&value, from, itemsize);
-    return value;
-}
-
-/* ---- one pass over positions ---- */
-
-enum { GATHER = 0, SCATTER = 1, ADD = 2, RESOLVE = 3 };
-
-struct job {
-    struct walk element, place;
-    const void *positions;
-    u64 n;
-    u8 *values;       /* GATHER, RESOLVE: out; SCATTER: in */
-    const u8 *moves; /* ADD, RESOLVE: differences */
-    struct moving moving;
-};
-
-INLINE void find_few(struct job *job, u64 is_wide, u64 from, u64 n, u8 **found) {
-    for (u64 i = 0; i < n; i++) {
-        found[i] = (u8 *)(uintptr_t)find_place(&job->element, position_at(job->positions, is_wide, from + i));
-        __builtin_prefetch(found[i], 0, 2);
-    }
-}
-
-INLINE void use_few(struct job *job, int what, u64 itemsize, u64 is_wide, u64 from, u64 n, u8 *const *found) {
-    u8 *values = job->values + from * itemsize, olds[8 * FEW];
-    const u8 *moves = job->moves + from * itemsize;
-    for (u64 i = 0; i < n; i++) {
-        u64 at = i * itemsize;
-        if (what == SCATTER) memcpy(found[i], values + at, itemsize);
-        if (what == GATHER) memcpy(values + at, found[i], itemsize);
-        if (what == RESOLVE) memcpy(olds + at, found[i], itemsize);
-        if (what == ADD) {
-            u64 new = load(found[i], itemsize) + load(moves + at, itemsize);
-            memcpy(found[i], &new, itemsize);
-        }
-    }
-    for (u64 i = 0; what == RESOLVE && i < n; i++) {
-        u64 at = i * itemsize, old = load(olds + at, itemsize), new = old + load(moves + at, itemsize);
-        memcpy(values + at, &new, itemsize);
-        u64 place = find_place(&job->place, position_at(job->positions, is_wide, from + i));
-        add_move(&job->moving, itemsize, place, old, load(&new, itemsize));
-    }
-}
-
-INLINE void pass_as(struct job job, int what, u64 itemsize, u64 is_wide, u64 *sum) {
-    u8 *found[2][FEW];
-    u64 n = job.n, ready = n < FEW ? n : FEW;
-    find_few(&job, is_wide, 0, ready, found[0]);
-    for (u64 at = 0, turn = 0; at < n; turn ^= 1) {
-        u64 next = at + ready, num_next = n - next < FEW ? n - next : FEW;
-        find_few(&job, is_wide, next, num_next, found[turn ^ 1]);
-        use_few(&job, what, itemsize, is_wide, at, ready, found[turn]);
-        at = next, ready = num_next;
-    }
-    if (what != RESOLVE) return;
-    end_span(&job.moving);
-    sum[0] = job.moving.sum[0], sum[1] = job.moving.sum[1];
-}
-
-#define PASSES(what, itemsize)                              \
-    case itemsize:                                          \
-        if (is_wide)                                        \
-            pass_as(job, what, itemsize, 1, sum);           \
-        else                                                \
-            pass_as(job, what, itemsize, 0, sum);           \
-        break;
-#define PASS(stem, what)                                                                         \
-    static void pass_##stem(struct job job, u64 itemsize, u64 is_wide, u64 *sum) {               \
-        switch (itemsize) { PASSES(what, 1) PASSES(what, 2) PASSES(what, 4) PASSES(what, 8) }    \
-    }
-PASS(gather, GATHER)
-PASS(scatter, SCATTER)
-PASS(add, ADD)
-PASS(resolve, RESOLVE)
-
-/* Do `what` to the elements at flat positions; nothing is touched when one is out of range. The cell lies in its tensor from `start`
- * on, in rows of `place_len` at distances of `stride`; only RESOLVE, which sets `sum` to what the sum moves by, reads that. */
-int rose_pass(u64 what, u64 itemsize, const u8 *array, u64 step, u64 num_rows, u64 row_len, const void *positions, u64 is_wide,
-              u64 n, void *values, const void *moves, u64 start, u64 stride, u64 place_len, u64 *sum) {
-    u64 total = num_rows * row_len;
-    if (is_outside(positions, is_wide, n, total)) return OUT_OF_RANGE;
-    struct job job = {.positions = positions, .n = n, .values = values, .moves = moves};
-    job.element = walk_from((u64)(uintptr_t)array, step, num_rows, row_len, itemsize);
-    if (what == RESOLVE) job.place = walk_from(start, stride, place_len ? total / place_len : 0, place_len, 1);
-    if (what == GATHER) pass_gather(job, itemsize, is_wide, sum);
-    if (what == SCATTER) pass_scatter(job, itemsize, is_wide, sum);
-    if (what == ADD) pass_add(job, itemsize, is_wide, sum);
-    if (what == RESOLVE) pass_resolve(job, itemsize, is_wide, sum);
-    return OK;
-}
-
-/* ---- the sum of changes that are at hand ---- */
 
 INLINE void changes_sum(u64 itemsize, const void *positions, u64 is_wide, u64 n, const u8 *olds, const u8 *news,
                         struct walk walk, u64 *sum) {
