@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import pairwise
 from statistics import median
 from typing import Any
@@ -24,9 +25,9 @@ from rose.bench.weights import Drawn
 from rose.interfaces.trainer import TensorSpec
 from rose.transfer import delta, kernels
 from rose.transfer.encoder import RankEncoder
-from rose.transfer.kernels import Rows
-from rose.transfer.layout import TargetLayout, rows_of, slices_in, whole_box
+from rose.transfer.layout import TargetLayout, bits_dtype, rows_of, slices_in, whole_box
 from rose.transfer.plan import Cell, plan_source
+from rose.transfer.units import SideBySide, Slot, plan_units
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -65,26 +66,19 @@ class CodecRates:
     cast_gb_per_s: float | None
 
 
-@attrs.frozen(kw_only=True, eq=False)
-class _Piece:
-    new: Array
-    old: Array
-    rows: Rows
-
-
 def measure_rates(
     tensors: Sequence[TensorSpec], drawn: Drawn, layouts: Sequence[TargetLayout], *, max_cores: int = 2
 ) -> CodecRates:
     """Measure with 1 to ``max_cores`` cores, as far as there are that many."""
     trainer = BitsTrainer(tensors, drawn.old)
     cells = plan_source(0, trainer.layout(), layouts, {})
-    pieces = _pieces(tensors, cells, drawn)
+    comparisons = _comparisons(tensors, cells, drawn)
     targets = {name: np.ones_like(bits) for name, bits in drawn.new.items()}
     found, blob_bytes = [], 0
     for wanted in range(1, max_cores + 1):
         with on_cores(wanted) as num_cores:
             if num_cores == wanted:
-                rates, blob_bytes = _measure(trainer, cells, pieces, targets, drawn, num_cores)
+                rates, blob_bytes = _measure(trainer, cells, comparisons, targets, drawn, num_cores)
                 found.append(rates)
     with on_cores(1):
         cast = _cast_rate()
@@ -98,26 +92,45 @@ def measure_rates(
     )
 
 
-def _pieces(tensors: Sequence[TensorSpec], cells: Sequence[Cell], drawn: Drawn) -> list[_Piece]:
+def _comparisons(tensors: Sequence[TensorSpec], cells: Sequence[Cell], drawn: Drawn) -> list[Callable[[], object]]:
+    """Return what the encoder does to compare and code all cells: a call for each of its units."""
     shapes = {spec.name: spec.shape for spec in tensors}
-    pieces = []
-    for cell in cells:
-        rows = rows_of(cell.box, shapes[cell.tensor])
-        index = slices_in(cell.box, whole_box(shapes[cell.tensor]))
-        new, old = (delta.as_rows(bits[cell.tensor][index], rows) for bits in (drawn.new, drawn.old))
-        pieces.append(_Piece(new=new, old=old, rows=rows))
-    return pieces
+    slots = [
+        Slot(
+            cell=cell,
+            index=slices_in(cell.box, whole_box(shapes[cell.tensor])),
+            rows=rows_of(cell.box, shapes[cell.tensor]),
+        )
+        for cell in cells
+    ]
+    loops = kernels.load()
+
+    def side_by_side(columns: SideBySide, numbers: Sequence[int]) -> object:
+        new, old = drawn.new[columns.tensor], drawn.old[columns.tensor]
+        pairs = ((delta.as_rows(new[slab], rows), delta.as_rows(old[slab], rows)) for slab, rows in columns.slabs())
+        return loops.compare_columns(pairs, [slots[number].rows for number in numbers], is_overwrite=False)
+
+    def one(slot: Slot) -> object:
+        new, old = (delta.as_rows(slot.view(bits), slot.rows) for bits in (drawn.new, drawn.old))
+        return loops.compare(new, old, slot.rows, is_overwrite=False)
+
+    found: list[Callable[[], object]] = []
+    for unit in plan_units(slots, {spec.name: bits_dtype(spec.dtype) for spec in tensors}):
+        if unit.columns is not None:
+            found.append(partial(side_by_side, unit.columns, unit.numbers))
+        else:
+            found += [partial(one, slots[number]) for number in unit.numbers]
+    return found
 
 
 def _measure(
     trainer: BitsTrainer,
     cells: Sequence[Cell],
-    pieces: Sequence[_Piece],
+    comparisons: Sequence[Callable[[], object]],
     targets: dict[str, Array],
     drawn: Drawn,
     cores: int,
 ) -> tuple[CoreRates, int]:
-    loops = kernels.load()
     encoder = RankEncoder(trainer.tensors(), trainer.layout(), cells, num_threads=cores)
     copies = _halved([(targets[name], bits) for name, bits in drawn.new.items()], cores)
     sizes: list[int] = []
@@ -136,9 +149,7 @@ def _measure(
     with ThreadPoolExecutor(cores) as pool:
         works: dict[str, Callable[[], None]] = {
             "copy": lambda: _drain(pool.map(lambda pair: np.copyto(*pair), copies)),
-            "encode": lambda: _drain(
-                pool.map(lambda piece: loops.compare(piece.new, piece.old, piece.rows, is_overwrite=False), pieces)
-            ),
+            "encode": lambda: _drain(pool.map(lambda compare: compare(), comparisons)),
             "whole": whole,
         }
         rates = _rates(works, drawn.num_bytes)

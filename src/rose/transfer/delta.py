@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import enum
 import math
+from collections.abc import Callable
 from typing import Any
 
 import attrs
@@ -27,7 +28,7 @@ import xxhash
 
 from rose.errors import CorruptUpdateError
 from rose.transfer import kernels
-from rose.transfer.kernels import Array, ChangeStreams, Kernels, Rows, Sum
+from rose.transfer.kernels import Array, ChangeStreams, Comparison, Kernels, Rows, Sum
 
 Bits = Array
 
@@ -140,11 +141,16 @@ def encode(
             codec=Codec.DENSE, num_changed=rows.num_elements, state_sum=loops.state_sum(new, rows), bits=new
         )
     found = loops.compare(new, old, rows, is_overwrite=is_overwrite)
+    return coded(found, old_sum=old_sum, is_overwrite=is_overwrite, read=lambda: new)
+
+
+def coded(found: Comparison, *, old_sum: Sum, is_overwrite: bool, read: Callable[[], Bits]) -> EncodedCell:
+    """Return what a compared cell sends; ``read`` gives its bits now, ``[num_rows, row_len]``, where they are sent whole."""
     if not found.num_changed:
         return EncodedCell(codec=Codec.NONE, num_changed=0, state_sum=old_sum)
     state_sum = add_sums(old_sum, found.sum_delta)
     if found.streams is None:
-        return EncodedCell(codec=Codec.DENSE, num_changed=found.num_changed, state_sum=state_sum, bits=new)
+        return EncodedCell(codec=Codec.DENSE, num_changed=found.num_changed, state_sum=state_sum, bits=read())
     codec = Codec.OVERWRITE if is_overwrite else Codec.SPARSE
     return EncodedCell(codec=codec, num_changed=found.num_changed, state_sum=state_sum, streams=found.streams)
 

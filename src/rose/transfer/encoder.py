@@ -278,18 +278,14 @@ class RankEncoder:
         return [self._coded(number, one, shard) for number, one in zip(numbers, found, strict=True)]
 
     def _coded(self, number: int, found: Comparison, shard: ShardBits) -> EncodedCell | None:
-        slot, old_sum = self._slots[number], self._columns.state_sum(number)
-        if not found.num_changed:
-            return EncodedCell(codec=Codec.NONE, num_changed=0, state_sum=old_sum)
-        if found.streams is None and not isinstance(shard, np.ndarray):
+        if found.num_changed and found.streams is None and not isinstance(shard, np.ndarray):
             return None
-        is_dense, sparse = found.streams is None, Codec.OVERWRITE if self._is_overwrite else Codec.SPARSE
-        return EncodedCell(
-            codec=Codec.DENSE if is_dense else sparse,
-            num_changed=found.num_changed,
-            state_sum=delta.add_sums(old_sum, found.sum_delta),
-            streams=found.streams,
-            bits=delta.as_rows(np.asarray(shard[slot.index]), slot.rows) if is_dense else None,
+        slot = self._slots[number]
+        return delta.coded(
+            found,
+            old_sum=self._columns.state_sum(number),
+            is_overwrite=self._is_overwrite,
+            read=lambda: delta.as_rows(np.asarray(shard[slot.index]), slot.rows),
         )
 
     def _encode_cell(self, number: int, shards: Mapping[str, ShardBits], *, is_whole: bool) -> EncodedCell:
