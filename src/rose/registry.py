@@ -7,13 +7,18 @@ A distribution offers a backend by an entry point in one of the groups ``rose.se
 from __future__ import annotations
 
 import inspect
+import json
+from collections.abc import Mapping
 from difflib import get_close_matches
 from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
 from rose.errors import BackendUnavailableError, ConfigError
 from rose.interfaces import Device, ServingEngine, Trainer, Transport
 from rose.types import TransportAddress
+
+_ADDRESS_EXAMPLE = '{"name": "memory", "host": "10.1.0.9", "port": 7001, "token_file": "relay.token"}'
 
 Role = Literal["serving", "trainers", "transports", "devices"]
 
@@ -91,9 +96,61 @@ def device(name: str, /, **options: Any) -> Device:
     return cast("Device", _make("devices", name, (), options))
 
 
-def open_transport(address: TransportAddress) -> Transport:
-    """Open the store that another process's ``Transport.address()`` describes."""
-    return transport(address.name, **dict(address.options))
+def open_transport(address: TransportAddress | Mapping[str, Any] | str) -> Transport:
+    """Open the store that another process describes.
+
+    Args:
+        address: What ``Transport.address()`` gives there, or what ``read_address`` reads, such as the line that ``rose relay`` prints.
+
+    Raises:
+        ConfigError: It is no address; or what ``load`` raises.
+    """
+    known = address if isinstance(address, TransportAddress) else read_address(address)
+    return transport(known.name, **dict(known.options))
+
+
+def read_address(text: Mapping[str, Any] | str) -> TransportAddress:
+    """Read an address from JSON text, or from the object in it: ``name`` of the transport, and its options beside that.
+
+    ``token_file`` stands for a ``token`` that is in a file of this machine.
+
+    Raises:
+        ConfigError: It is none, or the token cannot be read.
+    """
+    try:
+        fields = json.loads(text) if isinstance(text, str) else dict(text)
+    except ValueError as error:
+        message = (
+            f"the address of a store is no JSON: {error}; give the line that `rose relay` prints, or a TransportAddress"
+        )
+        raise ConfigError(message) from error
+    name = fields.pop("name", None) if isinstance(fields, dict) else None
+    wrong = sorted(key for key, value in fields.items() if not isinstance(value, str | int | float)) if name else []
+    if not isinstance(name, str) or wrong:
+        reason = f"{', '.join(wrong)} must be text, numbers or booleans" if wrong else "it names no transport"
+        message = f"this is no address of a store: {reason}; it looks like {_ADDRESS_EXAMPLE}"
+        raise ConfigError(message)
+    path = fields.pop("token_file", None)
+    if path is not None:
+        fields["token"] = read_token(str(path))
+    return TransportAddress(name=name, options=tuple(fields.items()))
+
+
+def read_token(path: str | Path) -> str:
+    """Return the token that a file holds.
+
+    Raises:
+        ConfigError: It cannot be read, or holds none.
+    """
+    try:
+        token = Path(path).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        message = f"cannot read a token from {path}: {error}"
+        raise ConfigError(message) from error
+    if not token:
+        message = f"{path} holds no token"
+        raise ConfigError(message)
+    return token
 
 
 def _make(role: Role, name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Any:

@@ -14,7 +14,7 @@ import attrs
 import numpy as np
 
 from rose.bench.model_shapes import Shapes
-from rose.errors import ConfigError, RoseError
+from rose.errors import ConfigError, LayoutMismatchError, RoseError
 from rose.interfaces.trainer import ShardSpec, TensorSpec, Trainer
 from rose.interfaces.transport import Transport
 from rose.transfer.cluster_wait import wait_for_blob
@@ -28,7 +28,9 @@ Array = np.ndarray[Any, np.dtype[Any]]
 Bits = Mapping[str, Array]
 
 RUN = "bench"
-_TARGET = re.compile(r"tp(\d+)(?:x(\d+))?")
+_TARGET = re.compile(r"tp([1-9]\d{0,2})(?:x([1-9]\d{0,2}))?")
+_MAX_TP, _MAX_ENGINES = 64, 64
+_DEFAULT_TPS = (4, 2, 1)
 
 
 @attrs.frozen(kw_only=True)
@@ -52,10 +54,14 @@ def parse_targets(text: str) -> tuple[Target, ...]:
     targets = []
     for part in text.split(","):
         found = _TARGET.fullmatch(part.strip())
-        if found is None or not int(found.group(1)) or found.group(2) == "0":
-            message = f"--targets: {part!r} is no target; write tpK or tpKxM, such as tp4,tp8x2"
+        tp, num_engines = (int(number or 1) for number in found.groups()) if found is not None else (0, 0)
+        if not (1 <= tp <= _MAX_TP and num_engines <= _MAX_ENGINES):
+            message = (
+                f"--targets: {part!r} is no target; write tpK or tpKxM, such as tp4,tp8x2, "
+                f"with K from 1 to {_MAX_TP} and M from 1 to {_MAX_ENGINES}"
+            )
             raise ConfigError(message)
-        targets.append(Target(tp=int(found.group(1)), num_engines=int(found.group(2) or 1)))
+        targets.append(Target(tp=tp, num_engines=num_engines))
     return tuple(targets)
 
 
@@ -69,6 +75,34 @@ def layouts_of(shapes: Shapes, targets: Sequence[Target]) -> tuple[TargetLayout,
     return tuple(
         table_layout(shapes.tensors, shapes.config, engine="vllm", tp=tp, layout_id=f"tp{tp}") for tp in widths
     )
+
+
+def choose_targets(shapes: Shapes, asked: Sequence[Target]) -> tuple[Target, ...]:
+    """Return the engines that were asked for; without any, one of the largest usual width that can hold the model.
+
+    Raises:
+        ConfigError: One of them cannot hold the model; names the widths that can.
+        LayoutMismatchError: None can: a tensor is unknown, or a number of the model is missing.
+    """
+    if not asked:
+        fitting = [tp for tp in _DEFAULT_TPS if _find_problem(shapes, tp) is None]
+        return (Target(tp=fitting[0] if fitting else 1),)
+    problems = {str(target): problem for target in asked if (problem := _find_problem(shapes, target.tp)) is not None}
+    if problems and _find_problem(shapes, 1) is None:
+        allowed = ", ".join(str(tp) for tp in range(1, _MAX_TP + 1) if _find_problem(shapes, tp) is None)
+        message = "; ".join(f"--targets {target}: {problem}" for target, problem in problems.items())
+        message = f"{message}; {shapes.model} can be held with a tp of {allowed}"
+        raise ConfigError(message)
+    return tuple(asked)
+
+
+def _find_problem(shapes: Shapes, tp: int) -> str | None:
+    """Say why an engine of so many ranks cannot hold the tensors, or return ``None``."""
+    try:
+        table_layout(shapes.tensors, shapes.config, engine="vllm", tp=tp)
+    except LayoutMismatchError as error:
+        return str(error)
+    return None
 
 
 class BitsTrainer(Trainer):

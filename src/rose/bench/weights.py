@@ -35,7 +35,8 @@ _EMBEDDING_WIDTH = 0.02
 _NORM_WIDTH = 0.05
 _PROBE_ELEMENTS = 1 << 18
 _MAX_E4M3 = 448.0
-_LR_RANGE = (1e-9, 1e-2)
+LR_RANGE = (1e-9, 1e-2)
+"""Learning rates that mean something: below nothing changes, above everything does."""
 _NUM_BISECTIONS = 24
 
 
@@ -119,10 +120,10 @@ def find_lr(tensors: Sequence[TensorSpec], fraction: float, *, seed: int) -> flo
     Raises:
         ConfigError: No learning rate does.
     """
-    low, high = _LR_RANGE
+    low, high = LR_RANGE
     probes = _probes(tensors)
     if not _fraction(probes, low, seed) <= fraction <= _fraction(probes, high, seed):
-        message = f"no learning rate from {low:g} to {high:g} changes a share of {fraction:g} of the patterns; choose another --changed"
+        message = f"no learning rate from {low:g} to {high:g} changes a share of {fraction:g} of the patterns of these tensors; choose another --changed, or more tensors"
         raise ConfigError(message)
     for _ in range(_NUM_BISECTIONS):
         middle = sqrt(low * high)

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from rose.cli.bench_tables import bench_tables
 from rose.cli.signals import terminated_as_interrupted
+from rose.cli.stores import filled_path
 from rose.errors import ConfigError, RoseError
 
 if TYPE_CHECKING:
@@ -24,6 +25,18 @@ applying beside vLLM's own loader, bytes over a thin link by number of engines, 
 
 Weights have a real model's shapes; what changes comes from fp32 masters and an optimizer step, not from random flips. Where a model
 does not fit, whole decoder layers are sampled and every figure is the sample's own.
+"""
+
+_TABLE = """\
+a table of tensors, for --model FILE (.json or .json.gz):
+  {"model": "toy",
+   "config": {"heads": 8, "kv": 4, "tied": false},
+   "params": [["model.embed_tokens.weight", [1024, 256], "bfloat16"],
+              ["model.layers.{0..3}.self_attn.q_proj.weight", [256, 256], "bfloat16"],
+              {"name": "model.norm.weight", "shape": [256], "dtype": "bfloat16"}]}
+  config: heads (or num_attention_heads) always, kv (num_key_value_heads) where it differs, tied (tie_word_embeddings),
+  experts (num_experts) and, for stacks of experts, hidden (hidden_size). {a..b} stands for all numbers from a to b.
+
 """
 
 _EXAMPLES = """\
@@ -49,7 +62,7 @@ def add_command(commands: Any, *, epilog: str) -> None:
         "transfer",
         help="how new weights reach engines",
         description=_DESCRIPTION,
-        epilog=_EXAMPLES + epilog,
+        epilog=_EXAMPLES + _TABLE + epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
@@ -58,13 +71,15 @@ def add_command(commands: Any, *, epilog: str) -> None:
         "--model",
         default="Qwen3-8B",
         metavar="NAME|FILE",
-        help="a known model or a table of tensors (default: Qwen3-8B)",
+        help="a known model or a table of tensors, see below (default: Qwen3-8B)",
     )
     change = weights.add_mutually_exclusive_group()
     change.add_argument(
         "--changed", type=_share, metavar="F", help="share of the elements that a step changes (default: 0.01)"
     )
-    change.add_argument("--lr", type=_positive, metavar="X", help="learning rate of the step instead")
+    change.add_argument(
+        "--lr", type=_positive, metavar="X", help="learning rate of the step instead, from 1e-09 to 0.01"
+    )
     weights.add_argument(
         "--sample", type=_share, metavar="F", help="share of the decoder layers (default: about 0.8 GB of them)"
     )
@@ -76,9 +91,13 @@ def add_command(commands: Any, *, epilog: str) -> None:
         metavar="G[,G...]",
         help="emulated links, 'max' for one without a limit (default: 1,2,max)",
     )
-    where.add_argument("--sources", type=_count, default=1, metavar="N", help="trainer ranks (default: 1)")
     where.add_argument(
-        "--targets", default="tp4", metavar="tpK[xM],...", help="engines: M of K ranks each (default: tp4)"
+        "--sources", type=_count, default=1, metavar="N", help="trainer ranks in the section links (default: 1)"
+    )
+    where.add_argument(
+        "--targets",
+        metavar="tpK[xM],...",
+        help="engines: M of K ranks each (default: one of 4 ranks, or of 2 or 1 where the model cannot be cut so)",
     )
     output = parser.add_argument_group("output")
     output.add_argument(
@@ -117,13 +136,16 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _settings(arguments: argparse.Namespace) -> BenchSettings:
     from rose.bench.job import parse_targets  # noqa: PLC0415 - loads the transfer engine
-    from rose.bench.settings import SECTIONS, BenchSettings  # noqa: PLC0415 - loads the transfer engine
+    from rose.bench.settings import MAX_SOURCES, SECTIONS, BenchSettings  # noqa: PLC0415 - loads the transfer engine
+    from rose.bench.weights import LR_RANGE  # noqa: PLC0415 - loads numpy
 
     only = SECTIONS if arguments.only is None else tuple(part.strip() for part in arguments.only.split(","))
     unknown = [part for part in only if part not in SECTIONS]
     if unknown:
         message = f"--only: there is no section {unknown[0]!r}; sections: {', '.join(SECTIONS)}"
         raise ConfigError(message)
+    _check_range(arguments.lr, *LR_RANGE, option="--lr")
+    _check_range(arguments.sources, 1, MAX_SOURCES, option="--sources")
     given = {
         name: value
         for name in ("changed", "link_gbps", "lr", "sample")
@@ -132,17 +154,23 @@ def _settings(arguments: argparse.Namespace) -> BenchSettings:
     return BenchSettings(
         model=arguments.model,
         num_sources=arguments.sources,
-        targets=parse_targets(arguments.targets),
+        targets=() if arguments.targets is None else parse_targets(arguments.targets),
         seed=arguments.seed,
         only=only,
         **given,
     )
 
 
+def _check_range(value: float | None, lowest: float, highest: float, *, option: str) -> None:
+    if value is not None and not lowest <= value <= highest:
+        message = f"{option} {value:g} is out of range; give one from {lowest:g} to {highest:g}"
+        raise ConfigError(message)
+
+
 def _out_folder(text: str | None) -> Path | None:
     if text is None:
         return None
-    path = Path(text)
+    path = filled_path(text, option="--out")
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -78,12 +78,17 @@ def _density(result: Mapping[str, Any]) -> list[_Row]:
             f"{row['one_ulp_share']:.0%}",
             f"{row['bytes_per_changed']:.3f}",
             f"{row['entropy_bytes_per_changed']:.3f}",
-            f"{row['bytes_per_changed'] / row['entropy_bytes_per_changed'] - 1:+.1%}",
+            _over(row["bytes_per_changed"], row["entropy_bytes_per_changed"]),
             f"{row['rose_bytes'] / row['dense_bytes']:.2%}",
-            f"{row['coo32_bytes'] / row['rose_bytes']:.2f}",
+            f"{row['coo32_bytes'] / row['rose_bytes']:.2f}" if row["rose_bytes"] else "-",
         )
         for row in result["density"]
     ]
+
+
+def _over(value: float, bound: float) -> str:
+    """Return how far a value lies over a bound; nothing can be said where nothing changed."""
+    return f"{value / bound - 1:+.1%}" if bound else "-"
 
 
 def _codec(result: Mapping[str, Any]) -> list[_Row]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from rose.cli.stores import TOKEN_VARIABLE, open_store, parse_size
+from rose.cli.stores import TOKEN_VARIABLE, filled, filled_path, open_store, parse_size
 from rose.errors import ConfigError
 from rose.types import WeightVersion
 
@@ -45,13 +45,11 @@ def add_command(commands: Any, *, epilog: str) -> None:
         "--transport",
         required=True,
         metavar="WHERE",
-        help=f"memory:HOST:PORT[:TOKEN-FILE] (the token is in the file, or in {TOKEN_VARIABLE}) or mooncake:MASTER",
+        help=f"memory:HOST:PORT[:TOKEN-FILE] (the token is in the file, or in {TOKEN_VARIABLE}) or mooncake:HOST:PORT",
     )
     parser.add_argument("--version", metavar="RUN:N", help="which version (default: the newest)")
-    parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="folder for the checkpoint")
-    parser.add_argument(
-        "--config-from", type=Path, metavar="DIR", help="checkpoint whose config and tokenizer files are copied"
-    )
+    parser.add_argument("--out", required=True, metavar="DIR", help="folder for the checkpoint")
+    parser.add_argument("--config-from", metavar="DIR", help="checkpoint whose config and tokenizer files are copied")
     parser.add_argument("--pointer", default="current", help="pointer of the publisher (default %(default)s)")
     parser.add_argument("--file-bytes", metavar="N", help="size of a weight file (default: 2GiB)")
     parser.add_argument("--json", action="store_true", help="print one JSON document, nothing else")
@@ -63,6 +61,10 @@ def run(arguments: argparse.Namespace) -> int:
     from rose.transfer.export import MAX_FILE_BYTES, export_version  # noqa: PLC0415 - loads numpy
 
     version = _version(arguments.version)
+    pointer = filled(arguments.pointer, option="--pointer")
+    out, config_from = filled_path(arguments.out, option="--out"), None
+    if arguments.config_from is not None:
+        config_from = filled_path(arguments.config_from, option="--config-from")
     max_file_bytes = MAX_FILE_BYTES
     if arguments.file_bytes is not None:
         max_file_bytes = parse_size(arguments.file_bytes, option="--file-bytes")
@@ -70,20 +72,20 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         report = export_version(
             transport,
-            arguments.out,
+            out,
             version=version,
-            config_from=arguments.config_from,
-            pointer=arguments.pointer,
+            config_from=config_from,
+            pointer=pointer,
             max_file_bytes=max_file_bytes,
         )
     except OSError as error:
         if isinstance(error, ConnectionError):
             raise
-        message = f"cannot write {arguments.out}: {error.strerror or error}; free some space or choose another folder"
+        message = f"cannot write {out}: {error.strerror or error}; free some space or choose another folder"
         raise ConfigError(message) from error
     finally:
         transport.close()
-    print(_text(report, arguments.out, is_json=arguments.json))  # noqa: T201 - this is the command line
+    print(_text(report, out, is_json=arguments.json))  # noqa: T201 - this is the command line
     return 0
 
 

@@ -4,24 +4,34 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import signal
+import socket
 import sys
 import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from rose.cli.stores import TOKEN_VARIABLE, open_store, parse_place, parse_size, read_token
-from rose.errors import ConfigError
+from rose.cli.stores import TOKEN_VARIABLE, check_reach, filled, filled_path, open_store, parse_place, parse_size
+from rose.errors import ConfigError, TransportError
+
+if TYPE_CHECKING:
+    from rose.interfaces.transport import Transport
+    from rose.transfer.cluster import ClusterRelay
+
+_CHECK_S = 5.0
+_CHECK_POLL_S = 0.1
 
 _DESCRIPTION = """\
 Fetch each version of the weights once over the link to the trainer's cluster, and serve it to all engines of this one.
 
-Prints one JSON line with the address that engines open ("token" in it unless --token-file is given) and, once SIGTERM or
-Ctrl-C has ended it, one with what crossed the link.
+Prints one JSON line with the address that engines open by rose.open_transport ("token" in it unless --token-file is given) and, once
+SIGTERM or Ctrl-C has ended it, one with what crossed the link.
 """
 
 _EXAMPLES = """\
@@ -47,7 +57,7 @@ def add_command(commands: Any, *, epilog: str) -> None:
         "--upstream",
         required=True,
         metavar="WHERE",
-        help=f"memory:HOST:PORT[:TOKEN-FILE] (the token is in the file, or in {TOKEN_VARIABLE}) or mooncake:MASTER",
+        help=f"memory:HOST:PORT[:TOKEN-FILE] (the token is in the file, or in {TOKEN_VARIABLE}) or mooncake:HOST:PORT",
     )
     parser.add_argument(
         "--listen", default="127.0.0.1:0", metavar="HOST:PORT", help="default %(default)s: any free port"
@@ -56,7 +66,6 @@ def add_command(commands: Any, *, epilog: str) -> None:
     parser.add_argument("--max-bytes", required=True, metavar="N", help="memory for copies, for instance 40G or 32GiB")
     parser.add_argument(
         "--token-file",
-        type=Path,
         metavar="FILE",
         help="the token of this relay: read from it, or written to it if missing",
     )
@@ -72,23 +81,27 @@ def run(arguments: argparse.Namespace) -> int:
 
     max_bytes = parse_size(arguments.max_bytes, option="--max-bytes")
     host, port = parse_place(arguments.listen, option="--listen")
+    check_reach(host, is_public=arguments.public)
+    pointer = filled(arguments.pointer, option="--pointer")
+    token_file = None if arguments.token_file is None else filled_path(arguments.token_file, option="--token-file")
     stopped = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stopped.set())
+    _check_upstream(arguments.upstream, pointer, stopped)
     upstream = open_store(arguments.upstream, os.environ, option="--upstream")
     relay = ClusterRelay(upstream, max_bytes=max_bytes)
     try:
-        token = _token(arguments.token_file)
+        token = _token(token_file)
         server = StoreServer(relay, host, port, is_public=arguments.public, token=token)
         try:
             relay.advertise(server.address())
             if not arguments.no_follow:
-                relay.follow(pointer=arguments.pointer)
-            _print({"name": "memory", **_shown(server.address().options, arguments.token_file)})
+                relay.follow(pointer=pointer)
+            _print({"name": "memory", **_shown(server.address().options, token_file)})
             stopped.wait()
         finally:
             relay.interrupt()
-            upstream.close()  # ends what waits for the origin, which the server would wait for
+            _close_followed(relay, upstream)  # ends what waits for the origin, which the server would wait for
             server.close()
         stats = relay.stats
         _print({**attrs.asdict(stats), "redundancy": stats.redundancy})
@@ -98,12 +111,71 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _check_upstream(where: str, pointer: str, stopped: threading.Event) -> None:
+    """Read the pointer once, so that a wrong token or name is told at once; what may pass is tried again for a few seconds.
+
+    Returns early when a signal came.
+
+    Raises:
+        ConfigError: The store cannot be read.
+    """
+    store = open_store(where, os.environ, option="--upstream", options={"timeout_s": _CHECK_S})
+    found: list[TransportError] = []
+    checker = threading.Thread(target=_read_once, args=(store, pointer, stopped, found), daemon=True)
+    checker.start()
+    while checker.is_alive() and not stopped.is_set():
+        checker.join(_CHECK_POLL_S)
+    store.close()
+    if found and not stopped.is_set():
+        message = f"--upstream {where}: {found[0]}"
+        raise ConfigError(message) from found[0]
+
+
+def _read_once(store: Transport, pointer: str, stopped: threading.Event, found: list[TransportError]) -> None:
+    deadline_s = time.monotonic() + _CHECK_S
+    while True:
+        try:
+            store.read_pointer(pointer)
+        except TransportError as error:
+            if _is_lasting(error) or time.monotonic() >= deadline_s:
+                found.append(error)
+                return
+        else:
+            return
+        if stopped.wait(_CHECK_POLL_S):
+            return
+
+
+def _is_lasting(error: TransportError) -> bool:
+    """Return whether waiting cannot help: there is no such host, or the token is wrong."""
+    cause = error.__cause__
+    is_unknown = isinstance(cause, socket.gaierror) and cause.errno != socket.EAI_AGAIN
+    return is_unknown or "refused the token" in str(error)
+
+
+def _close_followed(relay: ClusterRelay, upstream: Transport) -> None:
+    """Close the origin's transport under a relay that still follows; its complaint about that is no news to anybody."""
+    logger = logging.getLogger("rose.transfer.cluster_follow")
+    logger.addFilter(_is_silent)
+    try:
+        upstream.close()
+        relay.close()
+    finally:
+        logger.removeFilter(_is_silent)
+
+
+def _is_silent(_: logging.LogRecord) -> bool:
+    return False
+
+
 def _token(path: Path | None) -> str | None:
     """Return this relay's own token, from its file, which is made when missing; ``None`` for a new one without a file."""
+    from rose import registry  # noqa: PLC0415 - loads numpy
+
     if path is None:
         return None
     if path.exists():
-        return read_token(path)
+        return registry.read_token(path)
     token = os.urandom(16).hex()
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -120,7 +192,7 @@ def _shown(options: tuple[tuple[str, Any], ...], token_file: Path | None) -> dic
     shown = dict(options)
     if token_file is not None:
         del shown["token"]
-        shown["token_file"] = str(token_file)
+        shown["token_file"] = str(token_file.resolve())
     return shown
 
 

@@ -7,7 +7,6 @@ state; an anchor sends every cell whole.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import prod
 
 import attrs
 import numpy as np
@@ -19,7 +18,7 @@ from rose.transfer import records
 from rose.transfer.cells import BlobEntry, CellMap, Columns, blobs_from_json, blobs_to_json
 from rose.transfer.delta import Codec
 from rose.transfer.kernels import Sum
-from rose.transfer.layout import bits_dtype
+from rose.transfer.layout import num_bytes
 from rose.types import WeightVersion
 
 SCHEMA = "rose.manifest/2"
@@ -133,7 +132,7 @@ def tensor_sums(cell_map: CellMap, columns: Columns) -> dict[str, Sum]:
 
 def dense_bytes(tensors: Mapping[str, TensorSpec]) -> int:
     """Return the size of the full weights on the wire, in bytes."""
-    return sum(prod(spec.shape) * bits_dtype(spec.dtype).itemsize for spec in tensors.values())
+    return sum(map(num_bytes, tensors.values()))
 
 
 def codec_elements(cell_map_sizes: np.ndarray[tuple[int], np.dtype[np.int64]], columns: Columns) -> dict[str, int]:
