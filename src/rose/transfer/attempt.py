@@ -33,7 +33,8 @@ class Attempt:
         number: How many publishes each rank has begun before, failed ones included; the same on every rank.
         pointer_before: What the pointer held at the start.
         base_key: Manifest key of the version that changes are taken against; ``None`` for the first of a run.
-        is_anchor_due: Whether full weights are to be put beside the changes.
+        is_anchor_due: Whether this rank puts full weights beside the changes.
+        is_anchor_asked: Whether the caller asked for them, so that the attempt fails where a rank puts none.
         deadline_s: When it must be done, on the monotonic clock.
     """
 
@@ -43,6 +44,7 @@ class Attempt:
     base_key: str | None
     is_anchor_due: bool
     deadline_s: float
+    is_anchor_asked: bool = False
 
     @property
     def prefix(self) -> str:

@@ -111,7 +111,7 @@ def read_blob(blob: OpenBlob, sizes: Callable[[int], tuple[int, int]]) -> Iterat
     """
     header, arrays = blob.header, blob.arrays
     try:
-        rows = [_checked(row, *sizes(row[0])) for row in arrays["cells"].tolist()]
+        rows = [_checked(row, *sizes(max(row[0], 0))) for row in arrays["cells"].tolist()]
         starts = dict.fromkeys((*_STREAMS, "dense"), 0)
         for kind in starts:
             if arrays[kind].dtype != np.uint8 or arrays[kind].ndim != 1:
@@ -242,6 +242,7 @@ def _checked(row: list[int], num_elements: int, itemsize: int) -> _Row:
     is_coded = codec is not Codec.DENSE
     is_sound = (
         codec is not Codec.NONE
+        and number >= 0
         and 0 < num_changed <= num_elements
         and shift in (0, 4, 8)
         and 0 <= num_gaps <= num_changed + num_elements // 255 + 1

@@ -179,6 +179,10 @@ class Publisher:
         """Return the last version that this publisher made visible."""
         return None if self._published_key is None else version_of_key(self._published_key)
 
+    def close(self) -> None:
+        """End the threads. The transport stays its owner's to close. Idempotent."""
+        self._encoder.close()
+
     async def publish(self, *, anchor: bool = False) -> PublishReport:
         """Do ``publish_sync`` in a thread. The weights must not change until it returns, so a cancelled call ends only with it."""
         work = asyncio.ensure_future(asyncio.to_thread(self.publish_sync, anchor=anchor))
@@ -255,6 +259,7 @@ class Publisher:
             pointer_before=found,
             base_key=found if is_own else None,
             is_anchor_due=self._follow(found if is_own else None) or anchor,
+            is_anchor_asked=anchor,
             deadline_s=deadline_s,
         )
         if self._trainer.rank == 0:
@@ -295,8 +300,8 @@ class Publisher:
         is_full = all(part.is_full for part in parts)
         if is_full:
             anchor_key = attempt.manifest_key
-        elif attempt.is_anchor_due:
-            anchor_key, anchor = attempt.anchor_key, _joined(parts, _whole_shares(parts))
+        elif (whole := _whole_shares(parts, is_asked=attempt.is_anchor_asked)) is not None:
+            anchor_key, anchor = attempt.anchor_key, _joined(parts, whole)
             self._put_manifest(attempt, anchor_key, anchor, anchor_key=anchor_key, base_key=None)
         else:
             anchor_key = self._newest_anchor(attempt)
@@ -430,12 +435,22 @@ def _joined(parts: Sequence[Part], shares: Sequence[Share]) -> Share:
     return Share(columns=columns, blobs=blobs)
 
 
-def _whole_shares(parts: Sequence[Part]) -> list[Share]:
+def _whole_shares(parts: Sequence[Part], *, is_asked: bool) -> list[Share] | None:
+    """Return the full weights of all ranks, ``None`` where some put none: a rank that could not read the last decision, say.
+
+    Raises:
+        TransferError: Some put none though the caller asked for an anchor.
+    """
+    whole = [part.full for part in parts if part.full is not None]
+    if len(whole) == len(parts):
+        return whole
     lacking = [part.rank for part in parts if part.full is None]
-    if lacking:
+    if is_asked:
         message = f"ranks {lacking} put no full weights; pass the same anchor on every rank"
         raise TransferError(message)
-    return [part.full for part in parts if part.full is not None]
+    if whole:
+        _logger.warning("no anchor this time: ranks %s put no full weights", lacking)
+    return None
 
 
 def _default_threads(world_size: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -379,6 +380,36 @@ def test_decisions_are_read_strictly() -> None:
     ):
         with pytest.raises(CorruptUpdateError):
             Decision.from_bytes(records.pack("rose.keep/1", header, {}))
+
+
+def test_an_anchor_that_a_rank_does_not_know_to_be_due_waits(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One rank could not read the decision: the version goes on without an anchor, and the next one has it."""
+    rig = Rig(anchor_every=1)
+    rig.publish()
+    with monkeypatch.context() as patch:
+        patch.setattr(rig.publishers[1]._housekeeper, "follow", lambda *_: False)
+        assert not rig.publish().is_anchor
+    assert "no anchor this time: ranks [1] put no full weights" in caplog.text
+    assert rig.publish().is_anchor
+
+
+def test_an_anchor_that_was_asked_for_is_not_left_out() -> None:
+    rig = Rig()
+    rig.publish()
+    with ThreadPoolExecutor(2) as threads:
+        asked = threads.submit(rig.publishers[0].publish_sync, anchor=True)
+        threads.submit(rig.publishers[1].publish_sync).exception()
+        assert "ranks [1] put no full weights" in str(asked.exception())
+
+
+def test_a_closed_publisher_has_no_threads() -> None:
+    rig = Rig(world_size=1)
+    rig.publish()
+    rig.publishers[0].close()
+    rig.publishers[0].close()
+    assert rig.publishers[0]._encoder._pool._shutdown
 
 
 def test_an_anchor_on_request() -> None:
