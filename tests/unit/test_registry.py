@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import textwrap
 
 import pytest
@@ -68,6 +69,33 @@ def test_a_backend_of_another_distribution_is_made_by_name(distribution):
 def test_an_address_opens_its_transport(distribution):
     transport = registry.open_transport(TransportAddress(name="strange", options=(("size", 2), ("name", "y"))))
     assert (transport.size, transport.name) == (2, "y")
+
+
+@pytest.mark.parametrize("is_text", [False, True])
+def test_a_printed_address_opens_its_transport(distribution, tmp_path, is_text):
+    (tmp_path / "token").write_text("secret\n")
+    shown = {"name": "memory", "host": "127.0.0.1", "port": 7001, "token_file": str(tmp_path / "token")}
+    transport = registry.open_transport(json.dumps(shown) if is_text else shown)
+    options = (("host", "127.0.0.1"), ("port", 7001), ("token", "secret"))
+    assert transport.address() == TransportAddress(name="memory", options=options)
+    assert "token_file" in shown
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("{", "is no JSON"),
+        ("[1]", "it names no transport; it looks like"),
+        ({"host": "h"}, "it names no transport"),
+        ({"name": 3}, "it names no transport"),
+        ({"name": "memory", "host": None}, "host must be text, numbers or booleans"),
+        ({"name": "memory", "token_file": "/nowhere/token"}, "cannot read a token from /nowhere/token"),
+        ({"name": "memory", "port": 1}, "takes nothing, or local"),
+    ],
+)
+def test_what_is_no_printed_address(text, problem):
+    with pytest.raises(ConfigError, match=problem):
+        registry.open_transport(text)
 
 
 def test_unknown_name_lists_what_is_installed(distribution):

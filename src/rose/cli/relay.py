@@ -6,7 +6,6 @@ import argparse
 import json
 import logging
 import os
-import signal
 import socket
 import sys
 import threading
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
+from rose.cli.signals import told_by_signals
 from rose.cli.stores import TOKEN_VARIABLE, check_reach, filled, filled_path, open_store, parse_place, parse_size
 from rose.errors import ConfigError, TransportError
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 _CHECK_S = 5.0
 _CHECK_POLL_S = 0.1
+_REFUSED = "refused the token"
 
 _DESCRIPTION = """\
 Fetch each version of the weights once over the link to the trainer's cluster, and serve it to all engines of this one.
@@ -41,6 +42,20 @@ examples:
   rose relay --upstream mooncake:10.0.0.5:50051 --max-bytes 40G
 
 """
+
+
+@attrs.frozen(kw_only=True)
+class _Settings:
+    """The checked options."""
+
+    upstream: str
+    host: str
+    port: int
+    is_public: bool
+    max_bytes: int
+    token_file: Path | None
+    pointer: str
+    is_following: bool
 
 
 def add_command(commands: Any, *, epilog: str) -> None:
@@ -76,28 +91,42 @@ def add_command(commands: Any, *, epilog: str) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Serve until a signal comes; returns the exit code."""
-    from rose.backends.memory import StoreServer  # noqa: PLC0415 - loads numpy
-    from rose.transfer.cluster import ClusterRelay  # noqa: PLC0415 - loads numpy
-
     max_bytes = parse_size(arguments.max_bytes, option="--max-bytes")
     host, port = parse_place(arguments.listen, option="--listen")
     check_reach(host, is_public=arguments.public)
     pointer = filled(arguments.pointer, option="--pointer")
     token_file = None if arguments.token_file is None else filled_path(arguments.token_file, option="--token-file")
-    stopped = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: stopped.set())
-    _check_upstream(arguments.upstream, pointer, stopped)
-    upstream = open_store(arguments.upstream, os.environ, option="--upstream")
-    relay = ClusterRelay(upstream, max_bytes=max_bytes)
+    settings = _Settings(
+        upstream=arguments.upstream,
+        host=host,
+        port=port,
+        is_public=arguments.public,
+        max_bytes=max_bytes,
+        token_file=token_file,
+        pointer=pointer,
+        is_following=not arguments.no_follow,
+    )
+    with told_by_signals() as stopped:
+        if settings.upstream.startswith("memory:"):  # the other kind is asked when it is opened
+            _check_upstream(settings, stopped)
+        _serve(settings, stopped)
+    return 0
+
+
+def _serve(settings: _Settings, stopped: threading.Event) -> None:
+    from rose.backends.memory import StoreServer  # noqa: PLC0415 - loads numpy
+    from rose.transfer.cluster import ClusterRelay  # noqa: PLC0415 - loads numpy
+
+    upstream = open_store(settings.upstream, os.environ, option="--upstream")
+    relay = ClusterRelay(upstream, max_bytes=settings.max_bytes)
     try:
-        token = _token(token_file)
-        server = StoreServer(relay, host, port, is_public=arguments.public, token=token)
+        token = _token(settings.token_file)
+        server = StoreServer(relay, settings.host, settings.port, is_public=settings.is_public, token=token)
         try:
             relay.advertise(server.address())
-            if not arguments.no_follow:
-                relay.follow(pointer=pointer)
-            _print({"name": "memory", **_shown(server.address().options, token_file)})
+            if settings.is_following:
+                relay.follow(pointer=settings.pointer)
+            _print({"name": "memory", **_shown(server.address().options, settings.token_file)})
             stopped.wait()
         finally:
             relay.interrupt()
@@ -108,10 +137,9 @@ def run(arguments: argparse.Namespace) -> int:
     finally:
         relay.close()
         upstream.close()
-    return 0
 
 
-def _check_upstream(where: str, pointer: str, stopped: threading.Event) -> None:
+def _check_upstream(settings: _Settings, stopped: threading.Event) -> None:
     """Read the pointer once, so that a wrong token or name is told at once; what may pass is tried again for a few seconds.
 
     Returns early when a signal came.
@@ -119,15 +147,19 @@ def _check_upstream(where: str, pointer: str, stopped: threading.Event) -> None:
     Raises:
         ConfigError: The store cannot be read.
     """
-    store = open_store(where, os.environ, option="--upstream", options={"timeout_s": _CHECK_S})
+    store = open_store(settings.upstream, os.environ, option="--upstream", options={"timeout_s": _CHECK_S})
     found: list[TransportError] = []
-    checker = threading.Thread(target=_read_once, args=(store, pointer, stopped, found), daemon=True)
+    arguments = (store, settings.pointer, stopped, found)
+    checker = threading.Thread(target=_read_once, args=arguments, name="rose-relay-check", daemon=True)
     checker.start()
     while checker.is_alive() and not stopped.is_set():
         checker.join(_CHECK_POLL_S)
     store.close()
     if found and not stopped.is_set():
-        message = f"--upstream {where}: {found[0]}"
+        reason = str(found[0])
+        if _REFUSED in reason:
+            reason = f"the store refused the token; put the store's own into {TOKEN_VARIABLE} or into a file (memory:HOST:PORT:FILE)"
+        message = f"--upstream {settings.upstream}: {reason}"
         raise ConfigError(message) from found[0]
 
 
@@ -150,7 +182,7 @@ def _is_lasting(error: TransportError) -> bool:
     """Return whether waiting cannot help: there is no such host, or the token is wrong."""
     cause = error.__cause__
     is_unknown = isinstance(cause, socket.gaierror) and cause.errno != socket.EAI_AGAIN
-    return is_unknown or "refused the token" in str(error)
+    return is_unknown or _REFUSED in str(error)
 
 
 def _close_followed(relay: ClusterRelay, upstream: Transport) -> None:

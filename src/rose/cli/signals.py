@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import threading
 from collections.abc import Iterator
 
 
@@ -20,3 +21,15 @@ def terminated_as_interrupted() -> Iterator[None]:
     finally:
         signal.signal(signal.SIGINT, interrupt)
         signal.signal(signal.SIGTERM, terminate)
+
+
+@contextlib.contextmanager
+def told_by_signals() -> Iterator[threading.Event]:
+    """Give an event that SIGTERM and Ctrl-C set, in place of what they do otherwise."""
+    event = threading.Event()
+    before = {number: signal.signal(number, lambda *_: event.set()) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield event
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

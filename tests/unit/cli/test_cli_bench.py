@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from pathlib import Path
 
+import attrs
 import pytest
 
 from rose.bench import transfer
@@ -51,6 +53,13 @@ def tiny(monkeypatch, tmp_path):
         (["--changed", "0.1", "--lr", "1e-6"], "not allowed with argument"),
         (["--targets", "tp3,x"], "'x' is no target; write tpK or tpKxM"),
         (["--targets", "tp3"], "8 heads are no multiple of 3"),
+        (["--targets", "tp3"], "Tiny can be held with a tp of 1, 2, 4, 8"),
+        (["--targets", "tp65"], "with K from 1 to 64 and M from 1 to 64"),
+        (["--targets", "tp1x1000000"], "'tp1x1000000' is no target"),
+        (["--lr", "1e9"], "--lr 1e+09 is out of range; give one from 1e-09 to 0.01"),
+        (["--lr", "1e-300"], "--lr 1e-300 is out of range"),
+        (["--sources", "1e9"], "--sources 1e+09 is out of range; give one from 1 to 64"),
+        (["--out", ""], "--out is empty"),
         (["--only", "codec,speed"], "there is no section 'speed'; sections: bytes"),
         (["--link-gbps", "1,fast"], "'fast' is not a number above 0"),
         (["--sources", "1.5"], "'1.5' is not a whole number >= 1"),
@@ -112,3 +121,62 @@ def test_a_section_that_fails_is_told_and_the_others_are_kept(capsys, monkeypatc
     printed = json.loads(out)
     assert printed["bit_exact"] is False
     assert printed["bytes_per_changed"] > 0
+
+
+@pytest.mark.parametrize(
+    ("shape", "complaint"),
+    [
+        ("[]", "'params' is empty"),
+        ("[0]", "sizes are whole numbers over 0"),
+        ("[1000000000, 1000000]", "of memory, this machine has"),
+    ],
+)
+def test_a_table_that_cannot_be_measured_is_one_line(capsys, tmp_path, shape, complaint):
+    rows = "[]" if shape == "[]" else f'[["model.embed_tokens.weight", {shape}, "bfloat16"]]'
+    (tmp_path / "t.json").write_text(f'{{"model": "t", "config": {{"heads": 4}}, "params": {rows}}}')
+    assert main(["bench", "transfer", "--model", "t.json", "--only", "bytes"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert complaint in line
+
+
+@pytest.mark.parametrize("shape", ["[8]", "[7, 5]", "[64]"])
+def test_tables_of_a_few_elements_are_measured_or_refused(capsys, tmp_path, shape):
+    rows = f'[{{"name": "model.norm.weight", "shape": {shape}, "dtype": "bfloat16"}}]'
+    (tmp_path / "t.json").write_text(f'{{"model": "t", "config": {{"heads": 4}}, "params": {rows}}}')
+    for lr in ("1e-9", "1e-2"):
+        code = main(["bench", "transfer", "--model", "t.json", "--only", "bytes,peers,redundancy", "--lr", lr])
+        out, err = capsys.readouterr()
+        assert (code, "t: 0.000 G elements" in out) in ((0, True), (2, False))
+        assert code == 0 or "changes none of the" in err
+
+
+@pytest.mark.parametrize(("heads", "tp"), [(8, 4), (14, 2), (7, 1)])
+def test_the_default_targets_fit_the_model(capsys, monkeypatch, heads, tp):
+    monkeypatch.setitem(NAMED, "Tiny", attrs.evolve(TINY, heads=heads, kv_heads=heads))
+    assert main([*RUN, "--only", "peers", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["settings"]["targets"] == [f"tp{tp}"]
+
+
+def test_an_unknown_tensor_is_not_blamed_on_the_targets(capsys, tmp_path):
+    rows = '[["strange.weight", [64, 64], "bfloat16"]]'
+    (tmp_path / "t.json").write_text(f'{{"model": "t", "config": {{"heads": 4}}, "params": {rows}}}')
+    for more in ([], ["--targets", "tp3"]):
+        assert main(["bench", "transfer", "--model", "t.json", "--only", "bytes", *more]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert "--targets" not in line
+        assert "no rule for strange.weight" in line or more
+
+
+@pytest.mark.parametrize("source", ["docs", "help"])
+def test_the_table_of_the_documentation_is_one(capsys, tmp_path, source):
+    if source == "docs":
+        page = (Path(__file__).parents[3] / "docs" / "transfer-bench.md").read_text()
+        text = page.partition("```json\n")[2].partition("```")[0]
+    else:
+        with pytest.raises(SystemExit):
+            main(["bench", "transfer", "--help"])
+        text = capsys.readouterr().out.partition("(.json or .json.gz):\n")[2].partition("  config: ")[0]
+    (tmp_path / "t.json").write_text(text)
+    assert main(["bench", "transfer", "--model", "t.json", "--only", "peers", "--json", "--lr", "1e-5"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert (printed["bit_exact"], printed["settings"]["targets"]) == (True, ["tp4"])

@@ -49,6 +49,10 @@ def test_an_older_version_in_small_files(place, tmp_path, capsys):
         (["--transport", "ftp:there"], "--transport 'ftp:there' is neither memory:HOST:PORT"),
         (["--config-from", "/nowhere"], "/nowhere has no config.json"),
         (["--out", "/proc/ckpt"], "cannot write /proc/ckpt"),
+        (["--out", ""], "--out is empty"),
+        (["--config-from", ""], "--config-from is empty"),
+        (["--pointer", ""], "--pointer is empty"),
+        (["--transport", "mooncake:127.0.0.1"], "is no mooncake:HOST:PORT; name the port"),
     ],
 )
 def test_what_can_be_put_right_is_one_line(place, tmp_path, capsys, options, complaint):

@@ -9,19 +9,31 @@ import socket
 import stat
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from rose.backends.memory import MemoryTransport
-from rose.cli import stores
+import rose
+from rose.backends.memory import MemoryTransport, StoreServer
+from rose.cli import relay, stores
 from rose.cli.main import main
 from rose.errors import ConfigError, TransportError
 
 
 @pytest.mark.parametrize(
-    ("text", "size"), [("1500", 1500), ("40G", 40 * 10**9), ("1.5 GiB", 3 << 29), ("512MB", 512 * 10**6), ("2k", 2000)]
+    ("text", "size"),
+    [
+        ("1500", 1500),
+        ("40G", 40 * 10**9),
+        ("1.5 GiB", 3 << 29),
+        ("512MB", 512 * 10**6),
+        ("2k", 2000),
+        ("600K", 600_000),
+        ("3giB", 3 << 30),
+    ],
 )
 def test_sizes(text: str, size: int) -> None:
     assert stores.parse_size(text, option="--max-bytes") == size
@@ -42,10 +54,22 @@ def test_places() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "memory", "memory:", "memory:host", "mooncake:", "redis:host:1", "memory:h:99999"]
+    "text",
+    [
+        "",
+        "memory",
+        "memory:",
+        "memory:host",
+        "mooncake:",
+        "redis:host:1",
+        "memory:h:99999",
+        "mooncake:h",
+        "mooncake:h:1:2",
+    ],
 )
 def test_what_is_no_upstream(text: str) -> None:
-    with pytest.raises(ConfigError, match="is neither"):
+    words = "is no mooncake:HOST:PORT; name the port" if text.startswith("mooncake:h") else "is neither"
+    with pytest.raises(ConfigError, match=words):
         stores.open_store(text, {stores.TOKEN_VARIABLE: "t"}, option="--upstream")
 
 
@@ -69,11 +93,74 @@ def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: 
     monkeypatch.setenv(stores.TOKEN_VARIABLE, "t")
     argv = ["relay", "--upstream", "memory:127.0.0.1:1", "--max-bytes", "1M"]
     for more, words in (
-        (["--listen", "0.0.0.0:0"], "can be reached from other machines"),
+        (["--listen", "0.0.0.0:0"], "--listen 0.0.0.0 can be reached from other machines; add --public"),
         (["--max-bytes", "x"], "is no size"),
+        (["--pointer", ""], "--pointer is empty"),
+        (["--token-file", " "], "--token-file is empty"),
     ):
         assert main([*argv, *more]) == 2
         assert words in capsys.readouterr().err
+
+
+@pytest.fixture
+def survivor() -> Iterator[None]:
+    """Let this process outlive a SIGTERM that comes when the command has ended already."""
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+def _refused(capsys: pytest.CaptureFixture[str], where: str) -> str:
+    before = signal.getsignal(signal.SIGTERM)
+    assert main(["relay", "--upstream", where, "--max-bytes", "1M"]) == 2
+    assert signal.getsignal(signal.SIGTERM) is before
+    out, err = capsys.readouterr()
+    (line,) = err.splitlines()
+    assert not out
+    return line
+
+
+def test_a_wrong_token_is_told_at_once(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(stores.TOKEN_VARIABLE, "wrong")
+    origin = MemoryTransport()
+    try:
+        where = f"memory:127.0.0.1:{dict(origin.serve().options)['port']}"
+        started_s = time.monotonic()
+        line = _refused(capsys, where)
+        assert time.monotonic() - started_s < relay._CHECK_S / 2
+        assert f"--upstream {where}: the store refused the token; put the store's own into" in line
+    finally:
+        origin.close()
+
+
+@pytest.mark.parametrize("where", ["memory:nowhere.invalid:7000", "memory:127.0.0.1:1"])
+def test_an_origin_that_is_not_there_is_told(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    monkeypatch.setenv(stores.TOKEN_VARIABLE, "t")
+    monkeypatch.setattr(relay, "_CHECK_S", 0.3)
+    assert f"--upstream {where}: the store at" in _refused(capsys, where)
+
+
+@pytest.mark.usefixtures("survivor")
+def test_an_origin_may_come_a_moment_later(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(stores.TOKEN_VARIABLE, "t")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    origin = MemoryTransport()
+    timers = [
+        threading.Timer(0.5, lambda: origin.serve(port=port, token="t")),  # noqa: S106 - for a test
+        threading.Timer(1.5, os.kill, (os.getpid(), signal.SIGTERM)),
+    ]
+    for timer in timers:
+        timer.start()
+    try:
+        assert main(["relay", "--upstream", f"memory:127.0.0.1:{port}", "--max-bytes", "1M"]) == 0
+        assert json.loads(capsys.readouterr().out.splitlines()[0])["name"] == "memory"
+    finally:
+        for timer in timers:
+            timer.join()
+        origin.close()
 
 
 @pytest.mark.parametrize("has_token_file", [False, True])
@@ -91,7 +178,8 @@ def test_a_relay_process_follows_serves_and_ends_on_a_signal(tmp_path: Path, has
         assert str(options["token"]) not in Path(f"/proc/{process.pid}/cmdline").read_text()
         if has_token_file:
             assert stat.S_IMODE((tmp_path / "relay").stat().st_mode) == 0o600
-        engine = MemoryTransport(host=shown["host"], port=shown["port"], token=token)
+        engine = rose.open_transport(json.dumps(shown))
+        assert dict(engine.address().options)["token"] == token
         assert origin.compare_and_set("current.open", None, "r/0/0 1")
         origin.put("r/0/0/rank-0/blob-0", b"x" * 1000)
         assert engine.get_when_ready("r/0/0/rank-0/blob-0", 10.0) == b"x" * 1000
@@ -112,34 +200,58 @@ def test_a_relay_process_follows_serves_and_ends_on_a_signal(tmp_path: Path, has
         origin.close()
 
 
+@pytest.mark.usefixtures("survivor")
 @pytest.mark.parametrize("is_deaf", [False, True])
-def test_a_relay_whose_origin_is_away_or_deaf_starts_and_ends_at_once(is_deaf: bool) -> None:  # noqa: FBT001 - a case
+def test_a_signal_ends_one_that_waits_for_its_origin(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    is_deaf: bool,  # noqa: FBT001 - a case
+) -> None:
+    monkeypatch.setenv(stores.TOKEN_VARIABLE, "t")
+    monkeypatch.setattr(relay, "_CHECK_S", 100.0)
     deaf = socket.create_server(("127.0.0.1", 0))
     port = deaf.getsockname()[1] if is_deaf else 1
-    argv = [
-        sys.executable,
-        "-m",
-        "rose.cli.main",
-        "relay",
-        "--upstream",
-        f"memory:127.0.0.1:{port}",
-        "--max-bytes",
-        "1M",
-    ]
-    process = subprocess.Popen(argv, env={**os.environ, stores.TOKEN_VARIABLE: "t"}, stdout=subprocess.PIPE,
-                               stderr=subprocess.PIPE, text=True)  # fmt: skip
+    timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM))
+    timer.start()
+    started_s = time.monotonic()
+    try:
+        assert main(["relay", "--upstream", f"memory:127.0.0.1:{port}", "--max-bytes", "1M"]) == 0
+        assert time.monotonic() - started_s < 10
+        assert json.loads(capsys.readouterr().out.splitlines()[-1])["link_objects"] == 0
+    finally:
+        timer.join()
+        deaf.close()
+
+
+class _SlowPointers(MemoryTransport):
+    """A store in which somebody is always reading a pointer."""
+
+    def read_pointer(self, name: str) -> str | None:
+        time.sleep(0.3)
+        return super().read_pointer(name)
+
+
+@pytest.mark.parametrize("is_away", [False, True])
+def test_an_interrupt_ends_it_without_a_word(is_away: bool) -> None:  # noqa: FBT001 - a case
+    origin = StoreServer(_SlowPointers(), "127.0.0.1", 0, is_public=False)
+    argv = [sys.executable, "-m", "rose.cli.main", "relay", "--upstream", f"memory:127.0.0.1:{origin.port}"]
+    process = subprocess.Popen([*argv, "--max-bytes", "1M"], env={**os.environ, stores.TOKEN_VARIABLE: origin.token},
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)  # fmt: skip
     try:
         json.loads(process.stdout.readline())
-        time.sleep(0.3)
+        if is_away:
+            origin.close()
+        time.sleep(0.4)
         assert process.poll() is None
         started_s = time.monotonic()
-        process.send_signal(signal.SIGTERM)
+        process.send_signal(signal.SIGINT)
         output, errors = process.communicate(timeout=100)
         assert time.monotonic() - started_s < 10
         assert json.loads(output)["link_objects"] == 0
         assert "Traceback" not in errors
+        assert is_away or not errors
         assert process.returncode == 0
     finally:
         process.kill()
         process.wait()
-        deaf.close()
+        origin.close()

@@ -67,13 +67,38 @@ def test_gzipped_tables_are_read(tmp_path: Path) -> None:
         ({"params": [["w", [2], "bfloat16"], ["w", [2], "bfloat16"]], "tied": None, "fp8_scales": []}, "there twice"),
         ({"fp8_scales": [["ghost.weight_scale_inv", [1], "float32"]]}, "ghost.weight"),
         ({"tied": ["lm_head.weight", "ghost"]}, "ghost"),
-        ({"config": 3}, "not a model table"),
+        ({"config": 3}, "'config' is 3, not an object"),
+        ({"params": []}, "'params' is empty"),
+        ({"params": {"w": 1}}, "'params' is .*, not a list"),
+        ({"params": [["w", [0], "bfloat16"]]}, r"'w' in 'params' has the shape \[0\]; sizes are whole numbers over 0"),
+        ({"params": [["w", [4, -1], "bfloat16"]]}, r"the shape \[4, -1\]"),
+        ({"params": [["w", [8.5], "bfloat16"]]}, r"the shape \[8\.5\]"),
+        ({"params": [["w", [True], "bfloat16"]]}, r"the shape \[True\]"),
+        ({"params": [["", [8], "bfloat16"]]}, "without a name"),
+        ({"params": [["w", [8], 16]]}, "the dtype 16"),
+        ({"params": [{"name": "w", "size": [8]}]}, "shape None"),
+        ({"params": [["w{3..1}", [8], "bfloat16"]]}, "stands for 0 names"),
+        ({"params": [["w{1..99999}{1..99999}", [8], "bfloat16"]]}, "stands for 9999800001 names"),
+        ({"tied": ["one"]}, "'tied' is .*, not"),
     ],
 )
 def test_other_files_are_refused(tmp_path: Path, change: dict[str, object], problem: str) -> None:
     path = _write(tmp_path / "toy.json", TABLE | change)
     with pytest.raises(LayoutMismatchError, match=problem):
         load_model_table(path)
+
+
+def test_a_missing_key_is_named(tmp_path: Path) -> None:
+    for key in ("model", "config", "params"):
+        path = _write(tmp_path / "toy.json", {name: value for name, value in TABLE.items() if name != key})
+        with pytest.raises(LayoutMismatchError, match=f"it has no '{key}'; it needs"):
+            load_model_table(path)
+
+
+def test_rows_may_be_objects(tmp_path: Path) -> None:
+    rows = [dict(zip(("dtype", "name", "shape"), (row[2], row[0], row[1]), strict=True)) for row in TABLE["params"]]
+    with_objects = load_model_table(_write(tmp_path / "toy.json", TABLE | {"params": rows}))
+    assert with_objects == load_model_table(_write(tmp_path / "toy.json", TABLE))
 
 
 def test_unreadable_files_are_refused(tmp_path: Path) -> None:

@@ -99,10 +99,15 @@ class StoreClient:
 
     def _exchange(self, op: Op, name: str, body: Payload = b"") -> tuple[Status, memoryview, bool]:
         """Send and receive, once more when the connection turns out to be lost; says whether it was sent twice."""
+        answer, was_repeated = self._ask(op, name, body)
+        _check(*answer)  # what the store itself answers is no trouble with reaching it
+        return *answer, was_repeated
+
+    def _ask(self, op: Op, name: str, body: Payload) -> tuple[tuple[Status, memoryview], bool]:
         num_closes, sock = self._num_closes, self._take_idle()
         was_idle = sock is not None
         try:
-            return *self._once(sock, op, name, body), False
+            return self._once(sock, op, name, body), False
         except (TimeoutError, BlockingIOError) as error:
             message = f"the store at {self._host}:{self._port} did not answer {op.name} within {self._timeout_s} s"
             raise TransportError(message) from error
@@ -111,7 +116,7 @@ class StoreClient:
         if was_idle and num_closes == self._num_closes:
             self._drop_idle()  # those beside it are as old
             try:
-                return *self._once(None, op, name, body), True
+                return self._once(None, op, name, body), True
             except OSError as error:
                 lost = error
         message = f"the store at {self._host}:{self._port} cannot be reached ({lost}); is its process alive?"
@@ -126,7 +131,6 @@ class StoreClient:
             self._throw_away(sock)
             raise
         self._give_back(sock)
-        _check(*answer)
         return answer
 
     def _connect(self) -> socket.socket:
