@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
+
 import pytest
 
 pytest.importorskip("torch", reason="torch is not installed: pip install 'rose-rl[collective]'")
@@ -9,6 +12,7 @@ pytest.importorskip("torch", reason="torch is not installed: pip install 'rose-r
 from rose.backends.collective import CollectiveMember, CollectiveMirror, member_address
 from rose.backends.collective.over import OverOrigin
 from rose.backends.memory import MemoryTransport
+from rose.errors import BlobNotFoundError
 from rose.interfaces.transport import Transport
 from rose.testing import TransportContract
 
@@ -24,6 +28,21 @@ class _OneSide(OverOrigin):
         assert self.mirror.regroup() == 1
         super().__init__(self.member if side == "member" else self.mirror)
         self.get = self.mirror.get if side == "mirror" else self.member.get
+        self._is_apart = side == "both"
+
+    def delete(self, keys: Sequence[str]) -> None:
+        """Delete, and let the member hear of it: until then it serves what it holds, which is never wrong, only old."""
+        super().delete(keys)
+        deadline_s = time.monotonic() + 5.0
+        while self._is_apart and any(map(self._is_held, keys)) and time.monotonic() < deadline_s:
+            time.sleep(0.005)
+
+    def _is_held(self, key: str) -> bool:
+        try:
+            self.member.get(key)
+        except BlobNotFoundError:
+            return False
+        return True
 
     def close(self) -> None:
         for part in (self.mirror, self.member, self.store):

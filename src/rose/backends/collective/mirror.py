@@ -103,7 +103,7 @@ class CollectiveMirror(OverOrigin):
             self._submit(_Job(kind=verdict, fields={"key": key}))
 
     def delete(self, keys: Sequence[str]) -> None:
-        """Remove blobs, here and from what members hold."""
+        """Remove blobs, here and, once they hear of it, from what members hold."""
         super().delete(keys)
         for start in range(0, len(keys), _KEYS_PER_MESSAGE):
             self._run(_Job(kind="drop", fields={"keys": list(keys[start : start + _KEYS_PER_MESSAGE])}))
