@@ -13,18 +13,15 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-import os
-import platform
-import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from rose.bench.machine import commit, machine, versions
 from rose.errors import BackendUnavailableError
 from rose.transfer import kernels
 from rose.transfer.kernels import Array, ChangeStreams, Kernels, Rows
@@ -238,30 +235,6 @@ def small_cells() -> Iterator[dict[str, Any]]:
         yield {"num_elements": num_elements, "compare_us": {name: 1000 * time_s for name, time_s in best.items()}}
 
 
-def machine() -> dict[str, Any]:
-    """Return what the figures depend on."""
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
-    models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return {
-        "cpu": models[0] if models else platform.processor(),
-        "cores": os.cpu_count(),
-        "system": platform.platform(),
-        "load_1min": os.getloadavg()[0],
-    }
-
-
-def commit() -> str:
-    """Return the commit that was measured, with ``-dirty`` where the kernels' sources differ from it."""
-    folder = Path(kernels.__file__).parent
-    git = ["git", "-C", str(folder)]
-    head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
-    changes = subprocess.run([*git, "status", "--porcelain", "."], capture_output=True, text=True, check=False)
-    if head.returncode:
-        return "unknown"
-    return head.stdout.strip() + ("-dirty" if changes.stdout.strip() else "")
-
-
 def main() -> None:
     """Run everything and print one JSON object."""
     parser = argparse.ArgumentParser(description="Speed of the delta codec's inner loops, as JSON.")
@@ -272,9 +245,9 @@ def main() -> None:
     report = {
         "benchmark": "kernels",
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "commit": commit(),
+        "commit": commit(Path(kernels.__file__).parent),
         "machine": machine(),
-        "versions": {"python": platform.python_version(), **{name: version(name) for name in ("rose-rl", "numpy")}},
+        "versions": dict(versions(("rose-rl", "numpy"))),
         "num_threads": 1,
         "results": list(results(arguments.megabytes << 20)),
         "columns": list(column_results(arguments.megabytes << 20)),
