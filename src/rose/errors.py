@@ -10,6 +10,7 @@ calling program, a wrong argument for instance, is a plain ``ValueError`` or ``T
     ├── EngineError (RuntimeError)
     │   ├── EngineLostError (ConnectionError)  the engine process or server is gone
     │   ├── EngineBusyError                    the engine is alive and refuses more work now (429, 503)
+    │   │   └── EngineLeaseError (LeaseError)  it refuses work under this lease, which is over or was never its own
     │   ├── RequestRefusedError (ValueError)   the engine can never serve this request (too long, unknown token ids)
     │   └── EngineFencedError                  the engine's weights are not known; it must not serve
     ├── TransferError (RuntimeError)
@@ -97,6 +98,10 @@ class TransportError(RoseError, ConnectionError):
 
 class LeaseError(RoseError, RuntimeError):
     """A lease is unknown, expired or revoked, or carries an old fencing token."""
+
+
+class EngineLeaseError(EngineBusyError, LeaseError):
+    """An engine on a borrowed device was asked under no lease, one that is over, or an outdated fencing token."""
 
 
 class LedgerError(RoseError, RuntimeError):

@@ -75,6 +75,11 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_qwen3(tmp_path_factory.mktemp("models") / "tiny", vocab=129, max_positions=1024)
 
 
+@pytest.fixture(scope="session")
+def new_job() -> type[Job]:
+    return Job
+
+
 @pytest.fixture
 def job(tiny_model: Path) -> Iterator[Job]:
     job = Job(tiny_model, run="job")

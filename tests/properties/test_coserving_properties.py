@@ -17,9 +17,22 @@ from rose.coserving.ledger import Ledger
 from rose.coserving.step_log import StepLog
 from rose.interfaces.clock import Clock
 from rose.interfaces.device import Device, StepWork
-from rose.policies.admission import AdmissionConfig, Budget, Mode
-from rose.policies.lending import DeviceUse, Lease, LendingConfig, plan_expiry, plan_grants
+from rose.policies.admission import (
+    START,
+    AdmissionConfig,
+    Budget,
+    Decoding,
+    Mode,
+    Role,
+    ServingState,
+    Slo,
+    decide,
+    decode_deadline_s,
+    should_yield,
+)
+from rose.policies.lending import Ask, DeviceUse, Lease, LendingConfig, plan_expiry, plan_grants
 from rose.policies.memory import KvHolder, MemoryConfig, choose_victims, next_budget
+from rose.policies.quiet import OwnPaces
 from rose.types import DeviceId, JobId
 
 CHUNK = 2048
@@ -96,7 +109,7 @@ def governors(mode: Mode) -> Iterator[tuple[Shared, ServingGovernor, RolloutGove
     with tempfile.TemporaryDirectory() as folder:
         shared, ledger = Shared(), Ledger.create(Path(folder) / "ledger")
         ledger.publish_budget(Budget(mode=mode, fencing_token=1, expires_s=1e9, is_granted=True))
-        common = {"config": GovernorConfig(), "log": StepLog(), "ledger": ledger}
+        common = {"config": GovernorConfig(), "log": StepLog(), "ledgers": [ledger]}
         admission = AdmissionConfig(stale_after_s=1e9)  # the heartbeat thread lives in real time
         serving = ServingGovernor(
             VirtualDevice(shared, SERVING),
@@ -208,6 +221,74 @@ def test_strict_mode_costs_serving_at_most_one_turn_a_busy_period(requests: list
             assert after.token_times[-1] - before.token_times[-1] <= turn_s + GovernorConfig().max_poll_s
 
 
+STATES = st.builds(
+    ServingState,
+    num_arrived=st.integers(0, 3),
+    num_admitted=st.integers(0, 3),
+    num_running=st.integers(0, 5),
+    num_waiting=st.integers(0, 2),
+    kv_used_bytes=st.floats(0, 100),
+    kv_pool_bytes=st.just(100.0),
+    oldest_arrival_s=st.floats(99, 100),
+    last_step_end_s=st.floats(99, 100),
+    deadline_s=st.floats(99, 101),
+    next_decode_s=st.floats(0, 0.1),
+    heartbeat_s=st.floats(98, 100),
+)
+
+
+@settings(max_examples=400)
+@given(
+    state=st.none() | STATES,
+    mode=st.sampled_from([Mode.SLO, Mode.QUIET, Mode.STRICT]),
+    role=st.sampled_from(list(Role)),
+    step_s=st.floats(0, 0.2),
+)
+def test_no_step_starts_past_the_deadline_nor_in_doubt(
+    state: ServingState | None, mode: Mode, role: Role, step_s: float
+) -> None:
+    config, now_s = AdmissionConfig(role=role), 100.0
+    if decide(config, mode, state, step_s, now_s) is not START:
+        return
+    assert state is not None, "nothing could be read"
+    assert now_s - state.heartbeat_s <= config.stale_after_s
+    assert state.kv_used_bytes <= config.serving_kv_bound_fraction * state.kv_pool_bytes
+    if state.num_running or state.num_prompts_waiting:
+        assert mode is not Mode.STRICT
+        assert now_s + step_s + state.next_decode_s <= state.deadline_s + 1e-9
+        assert role is Role.DECODE or not state.num_prompts_waiting
+    assert not should_yield(config, mode, state, now_s + 1, step_s + 10.0, now_s) or not state.num_running
+
+
+DECODING = st.lists(
+    st.builds(
+        Decoding,
+        first_token_s=st.floats(0, 10),
+        num_tokens=st.integers(1, 500),
+        own_s=st.floats(0, 5),
+        slo=st.sampled_from([Slo(), Slo(ttft_s=0.3, tpot_s=0.08)]),
+    ),
+    min_size=1,
+    max_size=60,
+)
+
+
+@given(requests=DECODING, mode=st.sampled_from([Mode.SLO, Mode.QUIET]), reserve_s=st.floats(0, 0.06), extra=DECODING)
+def test_a_deadline_keeps_every_class_s_gap_and_pace_and_more_requests_never_move_it_back(
+    requests: list[Decoding], mode: Mode, reserve_s: float, extra: list[Decoding]
+) -> None:
+    config, end_s, paces = AdmissionConfig(), 10.0, OwnPaces(lone_s=0.008, usual_s=0.009)
+
+    def deadline_s(decoding: list[Decoding]) -> float:
+        return decode_deadline_s(config, mode, reserve_s, end_s, decoding, next_decode_s=0.01, paces=paces)
+
+    latest_s = deadline_s(requests)
+    for request in requests:
+        assert latest_s + reserve_s <= end_s + request.slo.tpot_s
+        assert latest_s - request.first_token_s <= request.slo.tpot_s * request.num_tokens
+    assert deadline_s(requests + extra) <= latest_s
+
+
 MEMORY = st.builds(
     MemoryConfig,
     pool_bytes=st.integers(100, 10_000),
@@ -271,7 +352,7 @@ def test_leases_are_exclusive_and_tokens_only_grow(actions: list[tuple[str, str,
         for lease in ended:
             devices[lease.device_id] = attrs.evolve(devices[lease.device_id], lease=None)
         if action == "grant":
-            for lease in plan_grants(config, list(devices.values()), JobId(job), number, now_s):
+            for lease in plan_grants(config, list(devices.values()), [Ask(job=JobId(job), num_devices=number)], now_s):
                 assert devices[lease.device_id].lease is None, "lent twice"
                 tokens[lease.device_id].append(lease.fencing_token)
                 devices[lease.device_id] = attrs.evolve(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import attrs
 import pytest
 from hypothesis import given, settings
@@ -12,10 +14,10 @@ from rose.coserving.lender import LeaseChange, LeaseEvent, Lender
 from rose.errors import LeaseError, LedgerError
 from rose.interfaces.clock import Clock
 from rose.policies.admission import Budget, Mode
-from rose.policies.lending import DeviceUse, LendingConfig, plan_expiry, plan_grants
+from rose.policies.lending import Ask, DeviceUse, JobTerms, LendingConfig, plan_expiry, plan_grants
 from rose.types import DeviceId, JobId
 
-CONFIG = LendingConfig(ttl_s=10.0, quota=4, quotas={"small": 2})
+CONFIG = LendingConfig(ttl_s=10.0, quota=4, jobs={"small": JobTerms(quota=2)}, rest_s=0.0, stale_after_s=math.inf)
 DEVICES = [DeviceId(name) for name in "hgfedcba"]
 
 
@@ -58,6 +60,7 @@ class PlainLender:
         self.ledgers, self.clock, self.events = ledgers, clock, []
         self.tokens = dict.fromkeys(ledgers, 1)
         self.held = dict.fromkeys(ledgers)
+        self.wishes = {}
 
     @property
     def leases(self):
@@ -86,7 +89,14 @@ class PlainLender:
 
     def grant(self, job, num_devices):
         self.expire()
-        leases = plan_grants(CONFIG, self.uses(), job, num_devices, self.clock.now())
+        now_s = self.clock.now()
+        others = [
+            Ask(job=name, num_devices=number)
+            for name, (number, until_s) in self.wishes.items()
+            if name != job and until_s > now_s
+        ]
+        leases = plan_grants(CONFIG, self.uses(), [Ask(job=job, num_devices=num_devices)], now_s, wishes=others)
+        self.wishes[job] = (num_devices - len(leases), now_s + CONFIG.ttl_s)
         for lease in leases:
             self.held[lease.device_id] = lease
             self.tokens[lease.device_id] = lease.fencing_token

@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
-import sys
-from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-
+from rose.cli import bench_arguments as given
+from rose.cli import bench_coserve
 from rose.cli.bench_tables import bench_tables
-from rose.cli.signals import terminated_as_interrupted
-from rose.cli.stores import filled_path
-from rose.errors import ConfigError, RoseError
+from rose.errors import ConfigError
 
 if TYPE_CHECKING:
     from rose.bench.settings import BenchSettings
@@ -75,15 +69,15 @@ def add_command(commands: Any, *, epilog: str) -> None:
     )
     change = weights.add_mutually_exclusive_group()
     change.add_argument(
-        "--changed", type=_share, metavar="F", help="share of the elements that a step changes (default: 0.01)"
+        "--changed", type=given.share, metavar="F", help="share of the elements that a step changes (default: 0.01)"
     )
     change.add_argument(
-        "--lr", type=_positive, metavar="X", help="learning rate of the step instead, from 1e-09 to 0.01"
+        "--lr", type=given.positive, metavar="X", help="learning rate of the step instead, from 1e-09 to 0.01"
     )
     weights.add_argument(
-        "--sample", type=_share, metavar="F", help="share of the decoder layers (default: about 0.8 GB of them)"
+        "--sample", type=given.share, metavar="F", help="share of the decoder layers (default: about 0.8 GB of them)"
     )
-    weights.add_argument("--seed", type=_seed, default=0, metavar="N", help="of the weights (default: 0)")
+    weights.add_argument("--seed", type=given.seed, default=0, metavar="N", help="of the weights (default: 0)")
     where = parser.add_argument_group("sync")
     where.add_argument(
         "--link-gbps",
@@ -92,7 +86,7 @@ def add_command(commands: Any, *, epilog: str) -> None:
         help="emulated links, 'max' for one without a limit (default: 1,2,max)",
     )
     where.add_argument(
-        "--sources", type=_count, default=1, metavar="N", help="trainer ranks in the section links (default: 1)"
+        "--sources", type=given.count, default=1, metavar="N", help="trainer ranks in the section links (default: 1)"
     )
     where.add_argument(
         "--targets",
@@ -108,6 +102,7 @@ def add_command(commands: Any, *, epilog: str) -> None:
     )
     output.add_argument("--json", action="store_true", help="print one JSON object, nothing else, on standard output")
     parser.set_defaults(run=run)
+    bench_coserve.add_command(kinds, epilog=epilog)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -120,18 +115,13 @@ def run(arguments: argparse.Namespace) -> int:
     from rose.bench import transfer  # noqa: PLC0415 - loads the transfer engine
 
     settings = _settings(arguments)
-    out = _out_folder(arguments.out)
-    with terminated_as_interrupted():
-        result = transfer.run(settings, tell=_tell)
-    if out is not None:
-        _write(out, result)
-    if arguments.json:
-        print(json.dumps(result, allow_nan=False), flush=True)  # noqa: T201 - this is the command line
-    else:
-        Console(highlight=False).print(bench_tables(result))
-    if result["failed"]:
-        raise RoseError("\n".join(f"{name}: {reason}" for name, reason in result["failed"].items()))
-    return 0
+    return given.measure_and_show(
+        lambda: transfer.run(settings, tell=given.tell),
+        arguments,
+        name="transfer",
+        tables=bench_tables,
+        drawings="rose.bench.plots",
+    )
 
 
 def _settings(arguments: argparse.Namespace) -> BenchSettings:
@@ -167,76 +157,5 @@ def _check_range(value: float | None, lowest: float, highest: float, *, option: 
         raise ConfigError(message)
 
 
-def _out_folder(text: str | None) -> Path | None:
-    if text is None:
-        return None
-    path = filled_path(text, option="--out")
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        message = f"--out: cannot make folder {path}: {error.strerror}; choose another"
-        raise ConfigError(message) from error
-    return path
-
-
-def _write(out: Path, result: Mapping[str, Any]) -> None:
-    path = out / "transfer.json"
-    try:
-        path.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    except OSError as error:
-        message = f"cannot write {path}: {error.strerror or error}; free some space or choose another folder"
-        raise ConfigError(message) from error
-    try:
-        from rose.bench.plots import draw_plots  # noqa: PLC0415 - matplotlib is an extra
-    except ImportError as error:
-        _tell(f"no figures: matplotlib is missing ({error}); install it with: pip install 'rose-rl[demo]'")
-        return
-    draw_plots(out, result)
-
-
-def _tell(text: str) -> None:
-    print(f"rose bench: {text}", file=sys.stderr, flush=True)  # noqa: T201 - this is the command line
-
-
-def _share(text: str) -> float:
-    number = _number(text)
-    if number is None or not 0 < number <= 1:
-        message = f"{text!r} is not a share above 0 and at most 1"
-        raise argparse.ArgumentTypeError(message)
-    return number
-
-
-def _positive(text: str) -> float:
-    number = _number(text)
-    if number is None or not 0 < number < float("inf"):
-        message = f"{text!r} is not a number above 0"
-        raise argparse.ArgumentTypeError(message)
-    return number
-
-
 def _links(text: str) -> tuple[float, ...]:
-    return tuple(0.0 if part.strip() == "max" else _positive(part) for part in text.split(","))
-
-
-def _count(text: str) -> int:
-    return _whole(text, at_least=1)
-
-
-def _seed(text: str) -> int:
-    return _whole(text, at_least=0)
-
-
-def _whole(text: str, *, at_least: int) -> int:
-    number = _number(text)
-    if number is None or number != int(number) or number < at_least:
-        message = f"{text!r} is not a whole number >= {at_least}"
-        raise argparse.ArgumentTypeError(message)
-    return int(number)
-
-
-def _number(text: str) -> float | None:
-    try:
-        number = float(text)
-    except ValueError:
-        return None
-    return number if number - number == 0 else None  # neither NaN nor infinite
+    return tuple(0.0 if part.strip() == "max" else given.positive(part) for part in text.split(","))

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
 from typing import NoReturn
 
-from rose.cli import bench, demo, doctor, export, relay, simulate
+from rose.cli import bench, demo, doctor, export, ledger, lend, relay, serve, shadow, simulate
 from rose.errors import ConfigError, RoseError
 
 EXIT_OK, EXIT_BUG, EXIT_USER_ERROR, EXIT_INTERRUPTED = 0, 1, 2, 130
@@ -52,9 +52,13 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(metavar="COMMAND", title="commands", dest="command")
     demo.add_command(commands, epilog=_EPILOG)
     simulate.add_command(commands, epilog=_EPILOG)
+    shadow.add_command(commands, epilog=_EPILOG)
     bench.add_command(commands, epilog=_EPILOG)
     relay.add_command(commands, epilog=_EPILOG)
+    lend.add_command(commands, epilog=_EPILOG)
+    serve.add_command(commands, epilog=_EPILOG)
     export.add_command(commands, epilog=_EPILOG)
+    ledger.add_command(commands, epilog=_EPILOG)
     doctor.add_command(commands)
     return parser
 

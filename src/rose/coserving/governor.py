@@ -66,6 +66,8 @@ class GovernorConfig:
         max_poll_s: After this long the engine loop is given a chance to serve its inputs.
         think_s: How long after a step the rollout engine still counts as about to ask again.
         max_hold_s: Each later turn of a step waits at most this long for the gate; then it and those after it are owed.
+        watchdog_s: A rollout engine that keeps the device for this much longer than its turn is ended by serving.
+        usage_window_s: Of serving's means in the ledger.
     """
 
     host_gap_s: float = attrs.field(default=1.5e-3, validator=v.ge(0))
@@ -74,6 +76,18 @@ class GovernorConfig:
     max_poll_s: float = attrs.field(default=2.5e-3, validator=v.gt(0))
     think_s: float = attrs.field(default=5e-3, validator=v.ge(0))
     max_hold_s: float = attrs.field(default=0.25, validator=v.gt(0))
+    watchdog_s: float = attrs.field(default=0.2, validator=v.gt(0))
+    usage_window_s: float = attrs.field(default=10.0, validator=v.gt(0))
+
+
+@attrs.frozen
+class ChargedTurn:
+    """A device turn in progress: its work, the device's guess, and its charged start and end."""
+
+    work: StepWork
+    guess_s: float
+    start_s: float
+    end_s: float
 
 
 class StepGovernor:
@@ -88,8 +102,9 @@ class StepGovernor:
         self._predictor = StepPredictor()
         self._asked_s = 0.0
         self._granted_s: float | None = None
+        self._is_unpaced = False
         self._ready_s: float | None = None
-        self._turn: tuple[float, float] | None = None
+        self._turn: ChargedTurn | None = None
         self._later: Sequence[StepWork] = ()
 
     @property
@@ -100,22 +115,23 @@ class StepGovernor:
     def ask(self) -> bool:
         """Take the turn; a dedicated device is always free. While frozen no turn is needed."""
         self._start_asking()
-        return self.is_frozen or self.device.acquire(is_blocking=True)
+        return self._is_unpaced or self.device.acquire(is_blocking=True)
 
     def begin(self, first: StepWork, later: Iterable[StepWork] = ()) -> None:
-        """Charge the batch's first turn to the device; ``later`` turns follow in ``finish``. Nothing while frozen."""
-        self._later = () if self.is_frozen else tuple(later)
-        self._turn = None if self.is_frozen else self._charge(first)
+        """Charge the batch's first turn to the device; ``later`` turns follow in ``finish``. Nothing while frozen, or if it was asked for so."""
+        is_free = self._is_unpaced or self.is_frozen
+        self._later = () if is_free else tuple(later)
+        self._turn = None if is_free else self._charge(first)
 
     def finish(self, *, has_more: bool) -> None:
         """Wait until the step's turns are over. ``has_more``: the engine has requests for another step at once."""
         if self._turn is None:
             self._ready_s = None
             return
-        _, end_s = self._turn
+        end_s = self._turn.end_s
         for work in self._later:
             self._asked_s = self._ready_s = end_s + self._config.host_gap_s
-            _, end_s = self._charge(work)
+            end_s = self._charge(work).end_s
         self._await_end(end_s)
         self._ready_s = end_s + self._config.host_gap_s if has_more else None
 
@@ -134,9 +150,10 @@ class StepGovernor:
 
     def _start_asking(self) -> None:
         self._asked_s, self._granted_s = self._clock.now(), None
+        self._is_unpaced = self.is_frozen
 
-    def _charge(self, work: StepWork) -> tuple[float, float]:
-        """Begin a device turn; return its charged start and end."""
+    def _charge(self, work: StepWork) -> ChargedTurn:
+        """Begin a device turn."""
         ready_s, slip_s = self._starting_point()
         guess_s = self.device.predict_s(work)
         end_s = self.device.begin_step(work, ready_s)
@@ -146,7 +163,20 @@ class StepGovernor:
         waited_s = 0.0 if self._granted_s is None else self._granted_s - self._asked_s
         shape = (work.num_prefill_tokens, work.num_decodes)
         self.log.append((start_s, guess_s, math.nan, slip_s, waited_s, *shape))
-        return start_s, end_s
+        return ChargedTurn(work, guess_s, start_s, end_s)
+
+    def expected_s(self, work: StepWork) -> float:
+        """Return how long a turn is expected to take by what earlier ones took, in seconds of the device's clock."""
+        return self._predictor.predict_s(work, self.device.predict_s(work))
+
+    def _upper_s(self, work: StepWork) -> float:
+        """Return how long a turn takes at most."""
+        return self._predictor.upper_s(work, self.device.predict_s(work))
+
+    def _learn(self, turn: ChargedTurn) -> None:
+        """Learn from a turn that is over now, unless time stood still meanwhile."""
+        if not self.is_frozen:
+            self._predictor.observe(turn.work, turn.guess_s, self._clock.now() - turn.start_s)
 
     def _starting_point(self) -> tuple[float, float]:
         """Return from when on the step may run, and how long the engine itself kept the device idle."""

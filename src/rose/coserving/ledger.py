@@ -2,10 +2,10 @@
 
 Invariants:
 
-* Each section has one writer: *arrivals* serving's input thread, *pulse* serving's heartbeat thread, *serving* serving's
-  step loop, *rollout* the rollout engine's step loop, *budget* the lender. Everybody may read everything.
+* Each section has one writer: *arrivals* serving's input thread, *pulse* and *usage* serving's heartbeat thread, *serving*
+  serving's step loop, *rollout* the rollout engine's step loop, *budget* the lender. Everybody may read everything.
 * Reading needs no lock and no call to another process; a torn, missing or foreign record raises ``LedgerError`` and
-  whoever decides on it fails closed.
+  whoever decides on it fails closed. A dead writer is seen by the age of its heartbeat.
 * Times are seconds of the device's clock; sizes are modelled bytes.
 
 Life cycle:
@@ -19,7 +19,9 @@ from __future__ import annotations
 
 import math
 import struct
+from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
 import attrs
 
@@ -28,9 +30,9 @@ from rose.errors import LedgerError
 from rose.policies.admission import Budget, Mode, ServingState
 
 _MAGIC = b"ROSELEDG"
-_VERSION = 1
+_VERSION = 2
 _HEADER = struct.Struct("<8sII")
-_NUM_SECTIONS = 6
+_NUM_SECTIONS = 7
 _NUM_BYTES = _NUM_SECTIONS * SECTION_BYTES
 _MODES = tuple(Mode)
 
@@ -43,9 +45,9 @@ class ArrivalState:
     last_arrival_s: float = -math.inf
 
 
-@attrs.frozen(kw_only=True)
+@attrs.define(kw_only=True)
 class RolloutState:
-    """What a rollout engine says of itself.
+    """What a rollout engine says of itself. Its writer changes one object in place, since it writes several times a step.
 
     Attributes:
         wants_until_s: Until when it expects to ask for the device next; in the past when it does not.
@@ -54,6 +56,11 @@ class RolloutState:
         kv_used_bytes, kv_budget_bytes: Its use and the budget in force.
         num_evicted: Requests evicted since start.
         updated_s: When this was written.
+        turn_ends_s: When the device turn that it holds should be over; ``-inf`` when it holds none.
+        busy_s: Device time it took since start.
+        num_tokens: Tokens it made since start.
+        fencing_token: Of the lease it works under.
+        pid, pid_start: Its process, and when that started in the kernel's ticks (so that a reused pid is no mistake); 0: unknown.
     """
 
     wants_until_s: float = -math.inf
@@ -64,7 +71,51 @@ class RolloutState:
     kv_budget_bytes: float = 0.0
     num_evicted: int = 0
     updated_s: float = -math.inf
+    turn_ends_s: float = -math.inf
+    busy_s: float = 0.0
+    num_tokens: int = 0
+    fencing_token: int = 0
+    pid: int = 0
+    pid_start: int = 0
 
+
+@attrs.frozen(kw_only=True)
+class UsageState:
+    """What serving says of its recent past and of its users, every tenth of a second. Counters run since its start.
+
+    Attributes:
+        window_s: The fractions are means over about this long (exponential), ``kv_peak_fraction`` the largest within it.
+        busy_fraction, rollout_fraction: Share of the device's time in serving's and in rollouts' steps.
+        kv_mean_fraction, kv_peak_fraction: Share of the KV pool in serving's use.
+        updated_s: When this was written; ``-inf``: never.
+        num_requests: Requests that got their first token.
+        num_broken: Requests beyond their class's TTFT, or beyond its mean TPOT when they ended.
+        num_tokens, num_gaps_broken: Tokens, and those that came later after the one before than the class's TPOT.
+        debt_s: Seconds beyond TTFT and TPOT budgets, summed over requests.
+        delay_s: Serving's waits for rollout turns, summed.
+        pid, pid_start: Serving's process.
+    """
+
+    window_s: float = 0.0
+    busy_fraction: float = 0.0
+    rollout_fraction: float = 0.0
+    kv_mean_fraction: float = 0.0
+    kv_peak_fraction: float = 0.0
+    updated_s: float = -math.inf
+    num_requests: int = 0
+    num_broken: int = 0
+    num_tokens: int = 0
+    num_gaps_broken: int = 0
+    debt_s: float = 0.0
+    delay_s: float = 0.0
+    pid: int = 0
+    pid_start: int = 0
+
+
+_ROLLOUT_FIELDS = tuple(field.name for field in attrs.fields(RolloutState))
+_USAGE_FIELDS = tuple(field.name for field in attrs.fields(UsageState))
+_ROLLOUT_VALUES = attrgetter(*_ROLLOUT_FIELDS)
+_USAGE_VALUES = attrgetter(*_USAGE_FIELDS)
 
 IDLE_SERVING = ServingState(
     num_arrived=0,
@@ -100,9 +151,10 @@ class Ledger:
             raise LedgerError(message)
         self._arrivals = self._section(1, "<qd", "arrivals")
         self._pulse = self._section(2, "<d", "pulse")
-        self._serving = self._section(3, "<qqq6d", "serving")
-        self._rollout = self._section(4, "<ddqqddqd", "rollout")
+        self._serving = self._section(3, "<qqq7d", "serving")
+        self._rollout = self._section(4, "<ddqqddqdddqqqq", "rollout")
         self._budget = self._section(5, "<qdqd?", "budget")
+        self._usage = self._section(6, "<6d4q2dqq", "usage")
 
     def _section(self, index: int, layout: str, name: str) -> Section:
         return Section(self._memory, index, layout, f"section {name} of ledger {self.path}")
@@ -132,6 +184,7 @@ class Ledger:
         ledger.publish_serving(IDLE_SERVING)
         ledger.publish_rollout(RolloutState())
         ledger.publish_budget(Budget())
+        ledger.publish_usage(UsageState())
         return ledger
 
     def publish_arrivals(self, state: ArrivalState) -> None:
@@ -154,20 +207,16 @@ class Ledger:
             state.last_step_end_s,
             state.deadline_s,
             state.next_decode_s,
+            state.first_token_deadline_s,
         )
 
     def publish_rollout(self, state: RolloutState) -> None:
         """[ROLLOUT, step loop] Publish the rollout engine's state."""
-        self._rollout.write(
-            state.wants_until_s,
-            state.step_s,
-            state.num_running,
-            state.num_waiting,
-            state.kv_used_bytes,
-            state.kv_budget_bytes,
-            state.num_evicted,
-            state.updated_s,
-        )
+        self._rollout.write(*_ROLLOUT_VALUES(state))
+
+    def publish_usage(self, state: UsageState) -> None:
+        """[SERVING, heartbeat thread] Publish the recent past."""
+        self._usage.write(*_USAGE_VALUES(state))
 
     def publish_budget(self, budget: Budget) -> None:
         """[LENDER] Publish what is allowed on the device."""
@@ -186,7 +235,7 @@ class Ledger:
 
     def serving(self) -> ServingState:
         """Read serving's state. Arrivals are read last, so that no prompt is missed in between."""
-        admitted, running, waiting, used, pool, oldest, end, deadline, decode = self._serving.read()
+        admitted, running, waiting, used, pool, oldest, end, deadline, decode, first_token = self._serving.read()
         return ServingState(
             num_admitted=int(admitted),
             num_running=int(running),
@@ -197,23 +246,18 @@ class Ledger:
             last_step_end_s=end,
             deadline_s=deadline,
             next_decode_s=decode,
+            first_token_deadline_s=first_token,
             heartbeat_s=self._pulse.read()[0],
             num_arrived=int(self._arrivals.read()[0]),
         )
 
     def rollout(self) -> RolloutState:
         """Read the rollout engine's state."""
-        wants, step, running, waiting, used, budget, evicted, updated = self._rollout.read()
-        return RolloutState(
-            wants_until_s=wants,
-            step_s=step,
-            num_running=int(running),
-            num_waiting=int(waiting),
-            kv_used_bytes=used,
-            kv_budget_bytes=budget,
-            num_evicted=int(evicted),
-            updated_s=updated,
-        )
+        return RolloutState(**_named(_ROLLOUT_FIELDS, self._rollout.read()))
+
+    def usage(self) -> UsageState:
+        """Read serving's recent past."""
+        return UsageState(**_named(_USAGE_FIELDS, self._usage.read()))
 
     def budget(self) -> Budget:
         """Read what the lender allows."""
@@ -226,21 +270,30 @@ class Ledger:
             is_granted=bool(is_granted),
         )
 
+    def as_dict(self) -> dict[str, Any]:
+        """Return all sections as plain values; one that cannot be read is ``{"error": why}``."""
+        sections: dict[str, Any] = {"path": self.path, "version": _VERSION}
+        for name in ("arrivals", "serving", "usage", "rollout", "budget"):
+            try:
+                state = attrs.asdict(getattr(self, name)())
+            except LedgerError as error:
+                state = {"error": str(error)}
+            sections[name] = {key: value.value if isinstance(value, Mode) else value for key, value in state.items()}
+        return sections
+
     def describe(self) -> str:
         """Return the whole ledger as text, one section a paragraph; unreadable sections say so."""
-        parts = [f"ledger {self.path}, version {_VERSION}"]
-        for name in ("arrivals", "serving", "rollout", "budget"):
-            try:
-                state = getattr(self, name)()
-            except LedgerError as error:
-                parts.append(f"{name}: {error}")
-                continue
-            lines = [f"  {field} = {_render(value)}" for field, value in attrs.asdict(state).items()]
+        sections = self.as_dict()
+        parts = [f"ledger {sections.pop('path')}, version {sections.pop('version')}"]
+        for name, state in sections.items():
+            lines = [f"  {field} = {_render(value)}" for field, value in state.items()]
             parts.append("\n".join([f"{name}:", *lines]))
         return "\n".join(parts)
 
 
+def _named(names: tuple[str, ...], values: tuple[float, ...]) -> dict[str, Any]:
+    return dict(zip(names, values, strict=True))
+
+
 def _render(value: object) -> str:
-    if isinstance(value, Mode):
-        return value.value
     return f"{value:.6g}" if isinstance(value, float) else str(value)

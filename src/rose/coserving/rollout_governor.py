@@ -1,26 +1,26 @@
-"""The step loop of an engine that borrows serving's slack.
+"""The step loop of an engine that borrows serving's slack, on one device or on several at once.
 
-Invariants: no turn starts without a valid lease and the admission policy's consent, both read again after the turn was
-taken; whatever cannot be read counts as a no. Turns whose tokens were delivered early are owed and taken before the next
-step. A fencing token never goes back.
+Invariants: no turn starts without a valid lease and the admission policy's consent on every device, both read again after the
+turn was taken; whatever cannot be read counts as a no. Turns whose tokens were delivered early are owed and taken before the
+next step. A fencing token never goes back. KV memory is what the tightest device allows.
 """
 
 from __future__ import annotations
 
 import math
+import os
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import cast
 
-import attrs
-
-from rose.coserving.governor import GovernorConfig, StepClock, StepGovernor, SupportsReleaseHint
+from rose.coserving.governor import ChargedTurn, GovernorConfig, StepClock, StepGovernor, SupportsReleaseHint
 from rose.coserving.ledger import Ledger, RolloutState
+from rose.coserving.lent_device import LentDevice
 from rose.coserving.step_log import StepLog
-from rose.errors import LedgerError
+from rose.coserving.watchdog import process_start
 from rose.interfaces.device import Device, StepWork
-from rose.policies.admission import AdmissionConfig, Budget, Hold, HoldReason, Mode, check_lease, decide
-from rose.policies.memory import MemoryConfig, next_budget, possible_budget
+from rose.policies.admission import AdmissionConfig, HoldReason, Mode
+from rose.policies.memory import MemoryConfig
 
 _LEASE_OVER = (HoldReason.LEASE_MISSING, HoldReason.LEASE_EXPIRED, HoldReason.LEASE_FENCED)
 
@@ -35,28 +35,38 @@ class RolloutGovernor(StepGovernor):
         config: GovernorConfig,
         log: StepLog,
         *,
-        ledger: Ledger,
+        ledgers: Sequence[Ledger],
         admission: AdmissionConfig,
         memory: MemoryConfig | None = None,
     ) -> None:
-        """Govern a rollout engine's steps. ``memory`` is ``None`` where KV memory is not shared."""
+        """Govern a rollout engine's steps.
+
+        Args:
+            device: The shared device, or a gang of them.
+            clock: Its clock.
+            config: Timing.
+            log: Where turns are noted.
+            ledgers: One a device; this engine writes their rollout sections.
+            admission: The SLO and how it is spent.
+            memory: How each device's KV memory is shared; ``None`` where it is not.
+        """
         super().__init__(device, clock, config, log)
         self.last_hold: HoldReason | None = None
-        self._ledger = ledger
-        self._admission = admission
-        self._memory = memory
-        self._budget_bytes = 0
-        self._grown_s = -math.inf
-        self._highest_token = 0
-        self._mode = Mode.CLOSED
-        self._state = RolloutState()
+        self._lent = tuple(LentDevice(ledger, admission, memory) for ledger in ledgers)
+        pid = os.getpid()
+        self._state = RolloutState(pid=pid, pid_start=process_start(pid))
         self._has_release_hint = isinstance(device, SupportsReleaseHint)
         self._owed: deque[StepWork] = deque()
+        self._write()
 
     @property
-    def is_gated(self) -> bool:
-        """Whether the mode in force protects serving at all."""
-        return self._mode is not Mode.UNGATED
+    def _is_fifo(self) -> bool:
+        return all(lent.mode is Mode.UNGATED for lent in self._lent)
+
+    @property
+    def bounds_chunks(self) -> bool:
+        """Whether the modes in force keep steps short for serving's sake."""
+        return any(lent.mode not in {Mode.UNGATED, Mode.PAPER} for lent in self._lent)
 
     @property
     def owed_s(self) -> float:
@@ -64,53 +74,30 @@ class RolloutGovernor(StepGovernor):
         return sum(self.device.predict_s(work) for work in self._owed)
 
     def lease_problem(self) -> HoldReason | None:
-        """Return why the lease allows no work now, or ``None``."""
-        try:
-            return self._check(self._ledger.budget(), self._clock.now())
-        except LedgerError:
-            return HoldReason.UNREADABLE
+        """Return why a lease allows no work now, or ``None``."""
+        now_s = self._clock.now()
+        return next((problem for lent in self._lent if (problem := lent.lease_problem(now_s)) is not None), None)
 
     def is_lease_over(self) -> bool:
-        """Return whether the lease ended for good, so that no request may stay. An unreadable ledger only holds."""
-        return self.lease_problem() in _LEASE_OVER
+        """Return whether a lease ended for good, so that no request may stay. An unreadable ledger only holds."""
+        now_s = self._clock.now()
+        return any(lent.lease_problem(now_s) in _LEASE_OVER for lent in self._lent)
 
     def kv_budget_bytes(self) -> int | None:
-        """Return the KV budget by the memory policy, ``None`` where memory is not shared. 0 without a lease."""
-        if self._memory is None:
-            return None
-        try:
-            budget, serving = self._ledger.budget(), self._ledger.serving()
-        except LedgerError:
-            return self._budget_bytes
+        """Return the engine's KV budget by the memory policy, ``None`` where memory is not shared. 0 without a lease."""
         now_s = self._clock.now()
-        if self._check(budget, now_s) is not None:
-            self._budget_bytes = 0
-            return 0
-        change = next_budget(
-            self._memory,
-            serving_used_bytes=serving.kv_used_bytes,
-            cap_bytes=budget.kv_cap_bytes,
-            current_bytes=self._budget_bytes,
-            since_growth_s=now_s - self._grown_s,
-        )
-        if change.has_grown:
-            self._grown_s = now_s
-        self._budget_bytes = change.budget_bytes
-        return self._budget_bytes
+        budgets = [lent.kv_budget_bytes(now_s) for lent in self._lent]
+        shared = [budget for budget in budgets if budget is not None]
+        return min(shared) * len(self._lent) if shared else None
 
     def possible_kv_bytes(self) -> float:
-        """Return the largest KV budget this device could ever give."""
-        if self._memory is None:
-            return math.inf
-        try:
-            return possible_budget(self._memory, self._ledger.budget().kv_cap_bytes)
-        except LedgerError:
-            return math.inf
+        """Return the largest KV budget this engine could ever get."""
+        return min(lent.possible_kv_bytes() for lent in self._lent) * len(self._lent)
 
     def ask_rollout(self, first: StepWork, on_grant: Callable[[], None]) -> bool:
         """Return whether a step whose first turn is about ``first`` may start; if so the turn is held."""
         self._start_asking()
-        if self.is_frozen:
+        if self._is_unpaced:
             hold = self.lease_problem()
             self.last_hold = hold
             return hold is None
@@ -119,7 +106,7 @@ class RolloutGovernor(StepGovernor):
                 return False
             self._owed.popleft()
             self._start_asking()
-        if not self._wait_turn(self.device.predict_s(first), self._config.max_poll_s):
+        if not self._wait_turn(first, self._config.max_poll_s):
             self._ready_s = None
             return False
         if self._granted_s is not None:
@@ -140,46 +127,54 @@ class RolloutGovernor(StepGovernor):
         if not has_more or later:
             self._ready_s = None
 
-    def publish(self, *, num_running: int, num_waiting: int, kv_used_bytes: float, num_evicted: int) -> None:
-        """Write the rollout engine's state to the ledger; it wants the device on if it has requests."""
-        now_s = self._clock.now()
-        has_requests = bool(num_running + num_waiting)
-        self._state = attrs.evolve(
-            self._state,
-            wants_until_s=now_s + self._config.think_s if has_requests else -math.inf,
-            num_running=num_running,
-            num_waiting=num_waiting,
-            kv_used_bytes=kv_used_bytes,
-            kv_budget_bytes=self._budget_bytes,
-            num_evicted=num_evicted,
-            updated_s=now_s,
-        )
-        self._ledger.publish_rollout(self._state)
+    def publish(
+        self, *, num_running: int, num_waiting: int, kv_used_bytes: float, num_evicted: int, num_tokens: int
+    ) -> None:
+        """Write the rollout engine's state to the ledgers; it wants the device on if it has requests."""
+        state, now_s = self._state, self._clock.now()
+        state.wants_until_s = now_s + self._config.think_s if num_running + num_waiting else -math.inf
+        state.num_running, state.num_waiting = num_running, num_waiting
+        state.kv_used_bytes = kv_used_bytes / len(self._lent)
+        state.num_evicted, state.num_tokens = num_evicted, num_tokens
+        state.updated_s = now_s
+        self._write()
 
     def _run_turn(self, work: StepWork, limit_s: float) -> bool:
         """Take one whole device turn through the gate; ``False`` when it did not open in time."""
         if self._ready_s is not None:
             self._clock.block(self._ready_s - self._clock.now())
         self._start_asking()
-        if not self._wait_turn(self.device.predict_s(work), limit_s):
+        if not self._wait_turn(work, limit_s):
             return False
         self._turn = self._charge(work)
+        self._announce_turn()
         self._close_turn()
         return True
 
+    def begin(self, first: StepWork, later: Iterable[StepWork] = ()) -> None:
+        """Charge the batch's first turn to the device and let serving's watchdog know when it should be over."""
+        super().begin(first, later)
+        self._announce_turn()
+
+    def _announce_turn(self) -> None:
+        if self._turn is not None:
+            end_s = self._turn.end_s
+            self._want(end_s + self._config.think_s, self._state.step_s, turn_ends_s=end_s)
+
     def _close_turn(self) -> None:
-        if self._turn is None:
+        turn: ChargedTurn | None = self._turn
+        if turn is None:
             return
-        start_s, end_s = self._turn
-        self._want(end_s + self._config.think_s, self._state.step_s)
-        self._await_end(end_s)
-        if not self.is_frozen:
-            self._predictor.observe(end_s - start_s, self._clock.now() - start_s)
-        self._ready_s = end_s + self._config.host_gap_s
+        self._await_end(turn.end_s)
+        self._learn(turn)
+        self._ready_s = turn.end_s + self._config.host_gap_s
+        self._state.turn_ends_s = -math.inf
+        self._state.busy_s += turn.end_s - turn.start_s
+        self._write()
         self.release()
 
-    def _wait_turn(self, guess_s: float, limit_s: float) -> bool:
-        step_s = self._predictor.upper_s(guess_s)
+    def _wait_turn(self, work: StepWork, limit_s: float) -> bool:
+        step_s = self._upper_s(work)
         give_up_s = self._clock.now() + limit_s
         while True:
             self.last_hold = self._attempt(step_s)
@@ -203,10 +198,12 @@ class RolloutGovernor(StepGovernor):
         hold = self._ruling(step_s)
         if hold in _LEASE_OVER:
             return hold
-        self._want(self._clock.now() + self._config.think_s, step_s)
+        now_s = self._clock.now()
+        if step_s != self._state.step_s or self._state.wants_until_s < now_s + self._config.think_s / 2:
+            self._want(now_s + self._config.think_s, step_s)
         if hold is not None:
             return hold
-        is_fifo = self._mode is Mode.UNGATED
+        is_fifo = self._is_fifo
         if not self.device.acquire(is_blocking=is_fifo):
             return HoldReason.DEVICE_BUSY
         hold = self._ruling(step_s)  # serving or the lender may have spoken between the look and the grant
@@ -217,27 +214,15 @@ class RolloutGovernor(StepGovernor):
         return hold
 
     def _ruling(self, step_s: float) -> HoldReason | None:
-        """Return why a step may not start by what the ledger says now."""
-        try:
-            budget = self._ledger.budget()
-        except LedgerError:
-            return HoldReason.UNREADABLE
+        """Return why a step may not start by what the ledgers say."""
         now_s = self._clock.now()
-        problem = self._check(budget, now_s)
-        if problem is not None:
-            return problem
-        self._mode = budget.mode
-        try:
-            serving = None if budget.mode is Mode.UNGATED else self._ledger.serving()
-        except LedgerError:
-            serving = None
-        decision = decide(self._admission, budget.mode, serving, step_s, now_s)
-        return decision.reason if isinstance(decision, Hold) else None
+        return next((hold for lent in self._lent if (hold := lent.ruling(step_s, now_s)) is not None), None)
 
-    def _check(self, budget: Budget, now_s: float) -> HoldReason | None:
-        self._highest_token = max(self._highest_token, budget.fencing_token)
-        return check_lease(budget, self._highest_token, now_s)
+    def _want(self, until_s: float, step_s: float, turn_ends_s: float = -math.inf) -> None:
+        state = self._state
+        state.wants_until_s, state.step_s, state.turn_ends_s = until_s, step_s, turn_ends_s
+        self._write()
 
-    def _want(self, until_s: float, step_s: float) -> None:
-        self._state = attrs.evolve(self._state, wants_until_s=until_s, step_s=step_s)
-        self._ledger.publish_rollout(self._state)
+    def _write(self) -> None:
+        for lent in self._lent:
+            lent.publish(self._state)

@@ -1,12 +1,14 @@
 """The step loop of the engine that owns a shared device and lends its slack.
 
 Invariants: the ledger hears of a prompt before the step loop does; serving's state is published before the turn is given
-back; serving waits for at most one rollout turn, whose length the admission policy chose.
+back; serving waits for at most one rollout turn, whose length the admission policy chose, or ends who keeps it for longer
+(``rose.coserving.watchdog``). An engine over n devices writes the same to all their ledgers.
 """
 
 from __future__ import annotations
 
 import math
+import os
 import threading
 from collections.abc import Callable, Sequence
 
@@ -14,20 +16,25 @@ import attrs
 
 from rose.coserving.governor import GovernorConfig, StepClock, StepGovernor
 from rose.coserving.ledger import ArrivalState, Ledger
+from rose.coserving.serving_accounts import ServingAccounts
 from rose.coserving.step_log import StepLog
-from rose.errors import LedgerError
+from rose.coserving.usage import UsageMeter
+from rose.coserving.watchdog import Watchdog
+from rose.errors import ConfigError, LedgerError
 from rose.interfaces.device import Device, StepWork
 from rose.policies.admission import (
     AdmissionConfig,
     Mode,
+    Role,
     ServingState,
     arrival_reserve_s,
     decode_deadline_s,
     should_yield,
-    targets,
 )
 
-_HEARTBEAT_S = 0.1
+_TICK_S = 0.02
+_TICKS_PER_BEAT = 5
+_STEPS_PER_RESERVE = 16
 
 
 @attrs.frozen(kw_only=True)
@@ -37,6 +44,7 @@ class ServingLoad:
     Attributes:
         num_running: Requests in the batch.
         waiting_ids: Requests without a first token, taken over by the step loop.
+        ready_ids: Those of them that need the device now, where prompts are computed elsewhere.
         decoding: ``(request id, tokens so far)`` of each request that decodes.
         decode_context_tokens: Their contexts together.
         kv_used_bytes: Modelled bytes in use.
@@ -44,6 +52,7 @@ class ServingLoad:
 
     num_running: int = 0
     waiting_ids: Sequence[str] = ()
+    ready_ids: Sequence[str] = ()
     decoding: Sequence[tuple[str, int]] = ()
     decode_context_tokens: int = 0
     kv_used_bytes: float = 0.0
@@ -59,7 +68,7 @@ class ServingGovernor(StepGovernor):
         config: GovernorConfig,
         log: StepLog,
         *,
-        ledger: Ledger,
+        ledgers: Sequence[Ledger],
         admission: AdmissionConfig,
         chunk_tokens: int,
         kv_pool_bytes: float,
@@ -67,128 +76,221 @@ class ServingGovernor(StepGovernor):
         """Govern serving's steps.
 
         Args:
-            device: The shared device.
+            device: The shared device, or a gang of them.
             clock: Its clock.
             config: Timing.
             log: Where turns are noted.
-            ledger: The device's ledger; this engine writes its serving sections.
+            ledgers: One a device; this engine writes their serving sections.
             admission: The SLO and how it is spent.
             chunk_tokens: Most prompt tokens of one serving step.
-            kv_pool_bytes: KV memory of the device, modelled.
+            kv_pool_bytes: KV memory of one device, modelled; uses of the engine are shared evenly by its devices.
 
         Raises:
             ConfigError: The SLO leaves no room for one prefill chunk.
         """
         super().__init__(device, clock, config, log)
-        self._ledger = ledger
+        self._ledgers = tuple(ledgers)
         self._admission = admission
         self._kv_pool_bytes = kv_pool_bytes
-        chunk = StepWork(num_prefill_tokens=chunk_tokens, prefill_positions=chunk_tokens**2 / 2)
+        self._chunk_tokens = chunk_tokens
         self._reserve_s = arrival_reserve_s(
-            admission, device.predict_s(chunk), chunk_tokens, f"device {device.device_id}"
+            admission, self._prefill_s(chunk_tokens), chunk_tokens, f"device {device.device_id}"
         )
+        self._num_steps = 0
+        self._accounts = ServingAccounts()
         self._arrived_s: dict[str, float] = {}
-        self._waiting_since_s: dict[str, float] = {}
-        self._first_token_s: dict[str, float] = {}
         self._num_arrived = 0
         self._num_admitted = 0
         self._last_end_s = -math.inf
+        self._own_s = 0.0
         self._load = ServingLoad()
+        self._watchdog = Watchdog(self._ledgers, config.watchdog_s)
+        self._usage = UsageMeter(config.usage_window_s, pid=os.getpid())
         self._is_closed = threading.Event()
-        ledger.publish_arrivals(ArrivalState())
-        ledger.beat(clock.now())
+        for ledger in self._ledgers:
+            ledger.publish_arrivals(ArrivalState())
+            ledger.beat(clock.now())
         self.publish(self._load)
-        threading.Thread(target=self._beat, name="rose-heartbeat", daemon=True).start()
+        threading.Thread(target=self._tend, name="rose-heartbeat", daemon=True).start()
 
     def note_arrival(self, request_id: str) -> None:
         """Count a prompt as soon as it reaches the process. Called on the input thread."""
         now_s = self._clock.now()
         self._arrived_s[request_id] = now_s
-        self._num_arrived += 1
-        self._ledger.publish_arrivals(ArrivalState(num_arrived=self._num_arrived, last_arrival_s=now_s))
-
-    def note_admitted(self, request_id: str) -> None:
-        """Note that the step loop took a prompt over."""
-        self._num_admitted += 1
-        self._waiting_since_s[request_id] = self._arrived_s.pop(request_id, self._clock.now())
-        self.publish(attrs.evolve(self._load, waiting_ids=(*self._load.waiting_ids, request_id)))
+        self._count_arrivals(1, now_s)
 
     def note_lost(self, request_id: str) -> None:
         """Note that an arrived prompt will never reach the step loop. Called on the input thread."""
         self._arrived_s.pop(request_id, None)
-        self._num_arrived -= 1
-        self._ledger.publish_arrivals(ArrivalState(num_arrived=self._num_arrived, last_arrival_s=self._clock.now()))
+        self._count_arrivals(-1, self._clock.now())
+
+    def _count_arrivals(self, num: int, now_s: float) -> None:
+        self._num_arrived += num
+        for ledger in self._ledgers:
+            ledger.publish_arrivals(ArrivalState(num_arrived=self._num_arrived, last_arrival_s=now_s))
+
+    def note_admitted(self, request_id: str, num_prompt_tokens: int = 0, slo_class: str | None = None) -> None:
+        """Note that the step loop took a prompt over; ``slo_class`` names what was promised to it."""
+        self._num_admitted += 1
+        since_s = self._arrived_s.pop(request_id, self._clock.now())
+        slo = self._admission.slo_of(slo_class)
+        begin_by_s = since_s + slo.ttft_s - self._prompt_s(num_prompt_tokens)
+        self._accounts.note_prompt(request_id, since_s, begin_by_s, slo)
+        self.publish(attrs.evolve(self._load, waiting_ids=(*self._load.waiting_ids, request_id)))
+
+    def note_aborted(self, request_id: str) -> None:
+        """Note that a client gave a request up, so that it is not counted as late."""
+        self._accounts.drop(request_id)
 
     def ask_serving(self, on_grant: Callable[[], None]) -> bool:
         """Wait for the turn; ``on_grant`` then takes in what arrived meanwhile. ``False`` while frozen."""
         self._start_asking()
-        if self.is_frozen:
+        if self._is_unpaced:
             self._clock.block(self._config.on_time_s)
             return False
         if self._ready_s is not None:
             self._clock.block(min(self._ready_s - self._asked_s, self._config.on_time_s))
+        begun_s = self._clock.now()
+        if self._last_end_s > 0 and begun_s - self._last_end_s <= self._config.on_time_s:
+            self._own_s += begun_s - self._last_end_s
         while self._should_yield():
             self._clock.block(self._config.poll_s)
             self._granted_s = self._clock.now()  # time given away is gone
-        self.device.acquire(is_blocking=True)
+        self._take_turn(begun_s)
         on_grant()
         return True
+
+    def take_turn(self) -> None:
+        """Take the turn for a step that was built without one."""
+        self._start_asking()
+        self._take_turn(self._clock.now())
+
+    def _take_turn(self, begun_s: float) -> None:
+        self._watchdog.begin(self._clock.now())  # what serving gave away before was no wait
+        try:
+            self.device.acquire(is_blocking=True)
+        finally:
+            self._watchdog.end()
+        self._usage.note_wait(self._clock.now() - begun_s)
 
     def finish(self, *, has_more: bool) -> None:
         """Wait until the step is over and learn from it."""
         turn = self._turn
         super().finish(has_more=has_more)
         if turn is not None:
-            self._last_end_s = turn[1]
-            if not self.is_frozen:
-                self._predictor.observe(turn[1] - turn[0], self._clock.now() - turn[0])
+            self._learn(turn)
+            self._last_end_s = turn.end_s
+            self._own_s += turn.end_s - turn.start_s
+            self._usage.note_step(turn.end_s - turn.start_s)
+            self._num_steps += 1
+            if self._num_steps % _STEPS_PER_RESERVE == 0:
+                self._reserve_s = self._learned_reserve_s()
 
     def publish(self, load: ServingLoad) -> None:
         """Write serving's state to the ledger."""
-        self._load = load
-        self._ledger.publish_serving(self._state(load))
-
-    def _state(self, load: ServingLoad) -> ServingState:
         ended_s = max(self._last_end_s, 0.0)
-        first_s = {request_id: self._first_token_s.get(request_id, ended_s) for request_id, _ in load.decoding}
-        self._first_token_s = first_s
-        limits = targets(self._admission, self._mode(), self._reserve_s)
-        decodes = StepWork(num_decodes=len(load.decoding), context_tokens=load.decode_context_tokens)
-        since_s = {i: self._waiting_since_s.get(i, ended_s) for i in load.waiting_ids}  # a preempted one waits anew
-        self._waiting_since_s = since_s
+        new_ids = set(load.ready_ids).difference(self._load.ready_ids)
+        self._load = load
+        self._accounts.follow(
+            load.waiting_ids, load.decoding, ended_s=ended_s, own_s=self._own_s, default=self._admission.slo
+        )
+        for request_id in new_ids:
+            self._accounts.restart(request_id, self._clock.now())
+        state = self._state(load, ended_s)
+        self._usage.note_kv(state.kv_used_bytes / state.kv_pool_bytes if state.kv_pool_bytes else 0.0)
+        for ledger in self._ledgers:
+            ledger.publish_serving(state)
+
+    def _state(self, load: ServingLoad, ended_s: float) -> ServingState:
+        accounts = self._accounts
+        decoding = list(accounts.decoding((request_id for request_id, _ in load.decoding), self._own_s))
+        if self._admission.role is Role.DECODE:
+            decoding += accounts.arriving(load.ready_ids)
+        decodes = StepWork(num_decodes=len(decoding), context_tokens=load.decode_context_tokens)
+        next_decode_s = self._upper_s(decodes) if decoding else 0.0
         return ServingState(
             num_arrived=self._num_arrived,
             num_admitted=self._num_admitted,
             num_running=load.num_running,
             num_waiting=len(load.waiting_ids),
-            kv_used_bytes=load.kv_used_bytes,
+            kv_used_bytes=load.kv_used_bytes / len(self._ledgers),
             kv_pool_bytes=self._kv_pool_bytes,
-            oldest_arrival_s=min(since_s.values(), default=math.nan),
+            oldest_arrival_s=accounts.oldest_arrival_s,
             last_step_end_s=self._last_end_s,
-            deadline_s=decode_deadline_s(limits, ended_s, ((first_s[i], n) for i, n in load.decoding)),
-            next_decode_s=self._predictor.upper_s(self.device.predict_s(decodes)) if load.decoding else 0.0,
+            deadline_s=decode_deadline_s(
+                self._admission,
+                self._mode(),
+                self._reserve_s,
+                ended_s,
+                decoding,
+                next_decode_s=next_decode_s,
+                paces=accounts.paces,
+            ),
+            next_decode_s=next_decode_s,
             heartbeat_s=self._clock.now(),
+            first_token_deadline_s=accounts.first_token_deadline_s,
         )
 
-    def _mode(self) -> Mode:
+    def _prefill_s(self, num_tokens: int) -> float:
+        return self.expected_s(StepWork(num_prefill_tokens=num_tokens, prefill_positions=num_tokens**2 / 2))
+
+    def _learned_reserve_s(self) -> float:
+        """Return the reserve by what steps were seen to take; where that leaves no room, the SLO itself, so that nothing is lent."""
+        chunk_tokens = self._chunk_tokens
         try:
-            return self._ledger.budget().mode
+            return arrival_reserve_s(
+                self._admission, self._prefill_s(chunk_tokens), chunk_tokens, self.device.device_id
+            )
+        except ConfigError:
+            return self._admission.tightest.tpot_s
+
+    def _prompt_s(self, num_tokens: int) -> float:
+        """Return how long a whole prompt takes, chunk by chunk."""
+        num_whole, rest = divmod(num_tokens, self._chunk_tokens)
+        return num_whole * self._prefill_s(self._chunk_tokens) + (self._prefill_s(rest) if rest else 0.0)
+
+    def _mode(self) -> Mode:
+        """Return the mode in force; that of the first device, since one lender sets it for all of an engine."""
+        try:
+            return self._ledgers[0].budget().mode
         except LedgerError:
             return Mode.CLOSED
 
     def _should_yield(self) -> bool:
         try:
-            own, rollout, mode = self._ledger.serving(), self._ledger.rollout(), self._ledger.budget().mode
+            return any(self._yields_on(ledger) for ledger in self._ledgers)
         except LedgerError:
             return False
+
+    def _yields_on(self, ledger: Ledger) -> bool:
+        rollout = ledger.rollout()
         now_s = self._clock.now()
+        if now_s >= rollout.wants_until_s:
+            return False
+        own, mode = ledger.serving(), ledger.budget().mode
         return should_yield(self._admission, mode, own, rollout.wants_until_s, rollout.step_s, now_s)
 
-    def _beat(self) -> None:
-        while not self._is_closed.wait(_HEARTBEAT_S):
-            self._ledger.beat(self._clock.now())
+    def _tend(self) -> None:
+        """[HEARTBEAT THREAD] Beat, publish usage, and look after waits."""
+        num_ticks = 0
+        while not self._is_closed.wait(_TICK_S):
+            num_ticks += 1
+            now_s = self._clock.now()
+            self._watchdog.look(now_s)
+            if num_ticks % _TICKS_PER_BEAT:
+                continue
+            for ledger in self._ledgers:
+                ledger.beat(now_s)
+                ledger.publish_usage(self._usage.read(now_s, _busy_s(ledger), self._accounts.counters))
 
     def close(self) -> None:
         """Stop the heartbeat and let go of the device."""
         self._is_closed.set()
         super().close()
+
+
+def _busy_s(ledger: Ledger) -> float | None:
+    try:
+        return ledger.rollout().busy_s
+    except LedgerError:
+        return None

@@ -4,10 +4,13 @@ from rose.interfaces.clock import Clock
 from rose.interfaces.device import Device, StepWork
 from rose.interfaces.serving import (
     ServingEngine,
+    Slept,
     SupportsKvBudget,
     SupportsPrefixReset,
+    SupportsSleep,
     SupportsStepGate,
     SupportsWeightChecksums,
+    Woken,
 )
 from rose.interfaces.trainer import ShardBits, ShardSpec, TensorSpec, Trainer
 from rose.interfaces.transport import Payload, SupportsInvalidate, SupportsWait, Transport
@@ -19,14 +22,17 @@ __all__ = [
     "ServingEngine",
     "ShardBits",
     "ShardSpec",
+    "Slept",
     "StepWork",
     "SupportsInvalidate",
     "SupportsKvBudget",
     "SupportsPrefixReset",
+    "SupportsSleep",
     "SupportsStepGate",
     "SupportsWait",
     "SupportsWeightChecksums",
     "TensorSpec",
     "Trainer",
     "Transport",
+    "Woken",
 ]

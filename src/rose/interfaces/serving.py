@@ -18,7 +18,18 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Mapping
 from typing import Protocol, runtime_checkable
 
-from rose.types import Activation, EngineId, EngineRequest, EngineSnapshot, RequestId, TokenChunk, WeightUpdate
+import attrs
+
+from rose.types import (
+    Activation,
+    EngineId,
+    EngineRequest,
+    EngineSnapshot,
+    RequestId,
+    TokenChunk,
+    WeightUpdate,
+    WeightVersion,
+)
 
 
 class PauseMode(enum.Enum):
@@ -90,6 +101,66 @@ class SupportsStepGate(Protocol):
 
     async def set_gate(self, *, is_open: bool) -> None:
         """Open or close the gate; a closed gate never stops a step that runs already."""
+
+
+@attrs.frozen(kw_only=True)
+class Slept:
+    """An engine has been put to sleep. Times in wall seconds.
+
+    Attributes:
+        num_evicted: Requests that ended for it, with the tokens they had.
+        released_bytes: Memory of the device that went back to its owner: weights and KV pages.
+        sleep_s: How long it took.
+    """
+
+    num_evicted: int
+    released_bytes: int
+    sleep_s: float
+
+
+@attrs.frozen(kw_only=True)
+class Woken:
+    """An engine serves again after a sleep. Times in wall seconds.
+
+    Attributes:
+        version: What its weights are; ``None`` when they are no published version, which they were not before either, or when
+            they are stale.
+        is_stale: The weights could not be brought back: the engine is fenced until an anchor is activated.
+        restored_bytes: Weights that were brought back, and compared with what they were.
+        wake_s: How long it took.
+    """
+
+    version: WeightVersion | None
+    is_stale: bool
+    restored_bytes: int
+    wake_s: float
+
+
+@runtime_checkable
+class SupportsSleep(Protocol):
+    """A pre-deployed engine can be deactivated: its process stays, its memory leaves the device.
+
+    While it sleeps nobody waits on it: ``generate``, ``stage``, ``activate`` and checksums raise ``EngineBusyError``;
+    ``snapshot`` answers and says that the engine is paused.
+    """
+
+    @property
+    def is_asleep(self) -> bool:
+        """Whether the engine sleeps."""
+
+    async def sleep(self, *, keeps_weights: bool = True) -> Slept:
+        """End all requests as evicted, with their tokens, and give KV memory and weights back. A no-op when asleep.
+
+        Args:
+            keeps_weights: Park the weights off the device; otherwise they are dropped, and the engine wakes stale.
+
+        Raises:
+            EngineError: The weights could not be parked; the engine serves on.
+            BackendUnavailableError: The engine was not started with what it needs to sleep; the message names it.
+        """
+
+    async def wake(self) -> Woken:
+        """Bring weights and KV memory back; returns when the engine serves. A no-op when awake."""
 
 
 @runtime_checkable

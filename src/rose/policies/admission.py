@@ -5,22 +5,29 @@ sharpened by what was measured on real engines):
 
 * Hold while any prompt of serving waits: its TTFT slack is the largest when nothing is put before it.
 * Serving names one *deadline* by which it must have the device back. It is the nearest of a cap on the gap between two
-  decode steps and of each decoding request's own mean pace. The cap leaves room for one whole prefill chunk of a prompt
-  that may arrive the next moment (the arrival reserve), which matters more than the precision of predictions.
+  decode steps and of each decoding request's own mean pace, by the promise to its class. The cap leaves room for one whole prefill
+  chunk of a prompt that may arrive the next moment (the arrival reserve), which matters more than the precision of
+  predictions. In ``quiet`` a third bound comes from ``rose.policies.quiet``.
 * A rollout step starts only if it and serving's next decode step both end before the deadline. Slack is saved up for
   whole steps; steps are never cut short to fit.
+
+Where prefill and decode are on different devices, each keeps its half: on a prefill device nothing decodes, so that prompts alone
+hold rollouts; on a decode device a request comes with its KV and its first token, so that there is no TTFT to keep, no
+prompt chunk to reserve for, and one that is on its way is no reason to hold.
 """
 
 from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 import attrs
 from attrs import validators as v
 
 from rose.errors import ConfigError
+from rose.policies.quiet import OwnPaces, quiet_start_s
 
 _MIN_ROLLOUT_STEP_S = 0.010
 _RESERVE_PER_CHUNK = 1.15
@@ -52,33 +59,73 @@ class Slo:
             raise ValueError(message)
 
 
+class Role(enum.Enum):
+    """What serving does on a device: everything, or one half of a disaggregated deployment."""
+
+    BOTH = "both"
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class Decoding(NamedTuple):
+    """One decoding request, as its serving engine accounts for it.
+
+    Attributes:
+        first_token_s: When its first token came.
+        num_tokens: Tokens since then, that one included.
+        own_s: Serving's own time (its steps and the host gaps after them) since the first token: what the request would have
+            taken without rollouts.
+        slo: The promise of its class.
+    """
+
+    first_token_s: float
+    num_tokens: int
+    own_s: float
+    slo: Slo
+
+
 @attrs.frozen(kw_only=True)
 class AdmissionConfig:
     """How serving's promise becomes deadlines for rollout steps.
 
     Attributes:
-        slo: The promise.
+        slo: The promise to requests that name no class.
+        classes: Promises to requests of other classes, by name.
+        role: What serving does on the device.
+        quiet_stretch: Share by which ``quiet`` may stretch a request's own decode time.
         arrival_reserve_s: Kept free for the prefill chunk of a prompt that may arrive next. ``None``: the predicted
             time of serving's own largest chunk, plus 15 % for the decodes that share its step.
-        gap_fill: Share of (TPOT SLO - reserve) that the gap between two serving steps may take. 0.6 leaves the rest to
-            serving's own decode step and to lateness; more was not measured to lend more.
-        pace_fill: Share of the TPOT SLO that a request's mean pace may take. 0.4 keeps the P99 of requests at about a
-            third of the SLO, since the P99 carries the prefills of others as well.
-        quiet_gap_s, quiet_pace_s: The same two limits in ``quiet`` mode: serving's own P99 between tokens and per
-            request on a dedicated device.
+        gap_fill: Share of (TPOT SLO - reserve) that the gap between two serving steps may take. The rest is for lateness and
+            for steps that take longer than predicted.
+        pace_fill: Share of the TPOT SLO that a request's mean pace may take while at most ``full_pace_decodes`` decode.
+        full_pace_decodes: With more of them that share falls in inverse proportion. Stretching lets batches grow (arrivals x
+            residence), and every prompt's chunk shares its step with the whole batch: what is lent at a low load without harm
+            would slow prompts down at a high one.
         stale_after_s: A serving engine that was silent for longer is not trusted.
         serving_kv_bound_fraction: Above this share of the KV pool in serving's use no compute is lent, because
             stretching its steps makes its requests stay, and hold their KV, for longer.
     """
 
     slo: Slo = attrs.field(factory=Slo)
+    classes: Mapping[str, Slo] = attrs.field(factory=dict)
+    role: Role = Role.BOTH
+    quiet_stretch: float = attrs.field(default=0.10, validator=[v.ge(0), v.le(1)])
     arrival_reserve_s: float | None = attrs.field(default=None, validator=v.optional(v.ge(0)))
-    gap_fill: float = attrs.field(default=0.6, validator=[v.gt(0), v.le(1)])
-    pace_fill: float = attrs.field(default=0.4, validator=[v.gt(0), v.le(1)])
-    quiet_gap_s: float = attrs.field(default=0.030, validator=v.gt(0))
-    quiet_pace_s: float = attrs.field(default=0.015, validator=v.gt(0))
+    gap_fill: float = attrs.field(default=0.95, validator=[v.gt(0), v.le(1)])
+    pace_fill: float = attrs.field(default=0.9, validator=[v.gt(0), v.le(1)])
+    full_pace_decodes: int = attrs.field(default=16, validator=v.ge(1))
     stale_after_s: float = attrs.field(default=1.0, validator=v.gt(0))
     serving_kv_bound_fraction: float = attrs.field(default=0.8, validator=[v.gt(0), v.le(1)])
+
+    def slo_of(self, name: str | None) -> Slo:
+        """Return the promise to the class ``name``; the default one where it has none of its own."""
+        return self.slo if name is None else self.classes.get(name, self.slo)
+
+    @property
+    def tightest(self) -> Slo:
+        """The smallest targets of all classes."""
+        promises = (self.slo, *self.classes.values())
+        return Slo(ttft_s=min(slo.ttft_s for slo in promises), tpot_s=min(slo.tpot_s for slo in promises))
 
 
 @attrs.frozen(kw_only=True)
@@ -93,6 +140,7 @@ class ServingState:
         deadline_s: When serving must be decoding again; ``inf`` when nothing decodes.
         next_decode_s: How long its next decode step takes at most.
         heartbeat_s: When the process was last alive.
+        first_token_deadline_s: By when the prefill of the most urgent waiting prompt must begin; ``inf`` without one.
     """
 
     num_arrived: int
@@ -106,6 +154,7 @@ class ServingState:
     deadline_s: float
     next_decode_s: float
     heartbeat_s: float
+    first_token_deadline_s: float = math.inf
 
     @property
     def num_prompts_waiting(self) -> int:
@@ -159,23 +208,6 @@ Decision = Start | Hold
 START = Start()
 
 
-@attrs.frozen
-class Targets:
-    """The two limits that a mode sets: largest gap between serving steps, and mean pace of a request, in seconds."""
-
-    gap_s: float
-    pace_s: float
-
-
-def targets(config: AdmissionConfig, mode: Mode, reserve_s: float) -> Targets:
-    """Return the limits in force; ``reserve_s`` is the arrival reserve as resolved by ``arrival_reserve_s``."""
-    gap_s = config.gap_fill * (config.slo.tpot_s - reserve_s)
-    pace_s = config.pace_fill * config.slo.tpot_s
-    if mode is Mode.QUIET:
-        return Targets(min(gap_s, config.quiet_gap_s), min(pace_s, config.quiet_pace_s))
-    return Targets(gap_s, pace_s)
-
-
 def arrival_reserve_s(config: AdmissionConfig, prefill_chunk_s: float, chunk_tokens: int, where: str) -> float:
     """Return the arrival reserve, refusing an SLO that leaves no room for it.
 
@@ -185,34 +217,73 @@ def arrival_reserve_s(config: AdmissionConfig, prefill_chunk_s: float, chunk_tok
         chunk_tokens: Its size, for the message.
         where: Names the engine or the setting, for the message.
 
+    Returns:
+        Seconds; 0 on a device that only prefills or only decodes.
+
     Raises:
-        ConfigError: One serving prefill chunk and one rollout step do not fit into the TPOT SLO together.
+        ConfigError: One serving prefill chunk and one rollout step do not fit into the tightest SLO together: into the TPOT where
+            the device decodes, into the TTFT where it only prefills.
     """
+    tightest, chunk = config.tightest, f"one serving prefill chunk of {chunk_tokens} tokens ({prefill_chunk_s:.3f} s"
+    if config.role is Role.PREFILL:
+        if tightest.ttft_s < prefill_chunk_s + _MIN_ROLLOUT_STEP_S:
+            message = f"{where}: a TTFT SLO of {tightest.ttft_s:g} s leaves no room for {chunk}) and a rollout step; {_REMEDY}ttft_s, {_ELSE}"
+            raise ConfigError(message)
+        return 0.0
+    if config.role is Role.DECODE:
+        prefill_chunk_s, chunk = 0.0, "a decode step"
     reserve_s = config.arrival_reserve_s
     if reserve_s is None:
         reserve_s = _RESERVE_PER_CHUNK * prefill_chunk_s
-    if config.slo.tpot_s < max(reserve_s, prefill_chunk_s) + _MIN_ROLLOUT_STEP_S:
-        message = (
-            f"{where}: a TPOT SLO of {config.slo.tpot_s:g} s leaves no room for one serving prefill chunk of "
-            f"{chunk_tokens} tokens ({prefill_chunk_s:.3f} s, reserve {reserve_s:.3f} s) and a rollout step; "
-            "lower serving's max_num_batched_tokens, raise slo.tpot_s, or set mode to strict"
-        )
+    if tightest.tpot_s < max(reserve_s, prefill_chunk_s) + _MIN_ROLLOUT_STEP_S:
+        detail = f"{chunk}, reserve {reserve_s:.3f} s)" if config.role is Role.BOTH else chunk
+        message = f"{where}: a TPOT SLO of {tightest.tpot_s:g} s leaves no room for {detail} and a rollout step; {_REMEDY}tpot_s, {_ELSE}"
         raise ConfigError(message)
-    return reserve_s
+    return 0.0 if config.role is Role.DECODE else reserve_s
 
 
-def decode_deadline_s(limits: Targets, last_step_end_s: float, decoding: Iterable[tuple[float, int]]) -> float:
-    """Return when serving must be decoding again.
+_REMEDY = "lower serving's max_num_batched_tokens, raise slo."
+_ELSE = "or set mode to strict"
+
+
+def decode_deadline_s(
+    config: AdmissionConfig,
+    mode: Mode,
+    reserve_s: float,
+    last_step_end_s: float,
+    decoding: Iterable[Decoding],
+    *,
+    next_decode_s: float = 0.0,
+    paces: OwnPaces | None = None,
+) -> float:
+    """Return when serving must be decoding again; ``inf`` when nothing decodes.
 
     Args:
-        limits: The limits in force.
+        config: The admission settings.
+        mode: The mode in force.
+        reserve_s: The arrival reserve as resolved by ``arrival_reserve_s``.
         last_step_end_s: End of the last serving step.
-        decoding: For each decoding request, when its first token came and how many tokens it has.
+        decoding: The decoding requests.
+        next_decode_s: How long the next decode step takes at most; for ``quiet``.
+        paces: What serving learned of its own requests; for ``quiet``, which lends next to nothing without.
     """
-    deadline_s = math.inf
-    for first_token_s, num_tokens in decoding:
-        deadline_s = min(deadline_s, first_token_s + limits.pace_s * num_tokens)
-    return deadline_s if deadline_s == math.inf else min(deadline_s, last_step_end_s + limits.gap_s)
+    if config.role is Role.PREFILL:
+        return math.inf
+    decoding = list(decoding)
+    deadline_s = gap_s = pace_s = math.inf
+    slo: Slo | None = None
+    crowding = max(1.0, len(decoding) / config.full_pace_decodes)
+    for first_token_s, num_tokens, _, promise in decoding:
+        if promise is not slo:
+            slo, pace_s = promise, config.pace_fill * promise.tpot_s / crowding
+            gap_s = min(gap_s, config.gap_fill * (promise.tpot_s - reserve_s))
+        due_s = first_token_s + pace_s * num_tokens
+        if due_s < deadline_s:  # noqa: PLR1730 - half of the cost of min(), for every request after every step
+            deadline_s = due_s
+    if mode is Mode.QUIET:
+        start_s = quiet_start_s(config.quiet_stretch, paces or OwnPaces(), decoding)
+        deadline_s = min(deadline_s, next_decode_s + start_s)
+    return min(deadline_s, last_step_end_s + gap_s)
 
 
 def check_lease(budget: Budget | None, highest_token: int, now_s: float) -> HoldReason | None:
@@ -243,8 +314,8 @@ def decide(  # noqa: PLR0911 - one return a rule
     distrust = _distrust(config, serving, now_s)
     if distrust is not None or serving is None:
         return Hold(distrust or HoldReason.UNREADABLE)
-    num_waiting = serving.num_prompts_waiting
-    if not num_waiting and not serving.num_running:
+    num_waiting = 0 if config.role is Role.DECODE else serving.num_prompts_waiting
+    if not serving.num_prompts_waiting and not serving.num_running:
         return START
     if mode is Mode.STRICT:
         return Hold(HoldReason.SERVING_BUSY)
@@ -267,10 +338,14 @@ def _distrust(config: AdmissionConfig, serving: ServingState | None, now_s: floa
 
 def _decide_as_published(config: AdmissionConfig, serving: ServingState, step_s: float, now_s: float) -> Decision:
     """Return whether both slacks stay positive after the step; nothing is kept for a prompt that may arrive during it."""
-    decode_slack_s = serving.last_step_end_s + config.slo.tpot_s - serving.next_decode_s - now_s
-    prefill_slack_s = math.inf
-    if serving.num_prompts_waiting and not math.isnan(serving.oldest_arrival_s):
-        prefill_slack_s = serving.oldest_arrival_s + config.slo.ttft_s - (config.arrival_reserve_s or 0.0) - now_s
+    decode_slack_s = prefill_slack_s = math.inf
+    if config.role is not Role.PREFILL:
+        decode_slack_s = serving.last_step_end_s + config.slo.tpot_s - serving.next_decode_s - now_s
+    if serving.num_prompts_waiting and config.role is not Role.DECODE:
+        if serving.first_token_deadline_s < math.inf:
+            prefill_slack_s = serving.first_token_deadline_s - now_s
+        elif not math.isnan(serving.oldest_arrival_s):
+            prefill_slack_s = serving.oldest_arrival_s + config.slo.ttft_s - (config.arrival_reserve_s or 0.0) - now_s
     return START if min(decode_slack_s, prefill_slack_s) > step_s else Hold(HoldReason.NO_SLACK)
 
 
@@ -300,6 +375,7 @@ def should_yield(
         step_s: How long its next step takes.
         now_s: The time.
     """
-    if mode not in YIELDING_MODES or now_s >= wants_until_s or own.num_prompts_waiting:
+    has_prompts = own.num_prompts_waiting > 0 and config.role is not Role.DECODE
+    if mode not in YIELDING_MODES or now_s >= wants_until_s or has_prompts:
         return False
     return decide(config, mode, own, step_s, now_s) == START

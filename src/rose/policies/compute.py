@@ -43,13 +43,14 @@ class ChunkConfig:
     Attributes:
         max_tokens: No chunk is longer (512 in the paper).
         max_step_s: Nor makes its device turn longer than this. A prompt that arrives during a turn waits for its end,
-            so this bounds what sharing adds to its first token; 12 ms is about one and a half pure decode turns of an
-            8B model on an H100.
+            so this bounds what a chunk adds to its first token. 16 ms is two decode turns of an 8B model on an H100 with
+            short contexts; decodes of long ones take longer by themselves (16 of 13,000 tokens: 20 ms), and then a
+            chunk is one granule.
         granule_tokens: Chunks are multiples of this, and at least one, whatever ``max_step_s`` says.
     """
 
     max_tokens: int = attrs.field(default=512, validator=v.ge(1))
-    max_step_s: float = attrs.field(default=0.012, validator=v.gt(0))
+    max_step_s: float = attrs.field(default=0.016, validator=v.gt(0))
     granule_tokens: int = attrs.field(default=64, validator=v.ge(1))
 
 
@@ -87,13 +88,16 @@ def device_turns(shape: StepShape, tokens_per_token: int, chunk_tokens: int) -> 
     return turns
 
 
-def fit_chunk(config: ChunkConfig, decodes: StepWork, predict_s: Callable[[StepWork], float]) -> int:
+def fit_chunk(
+    config: ChunkConfig, decodes: StepWork, predict_s: Callable[[StepWork], float], *, context_tokens: int = 0
+) -> int:
     """Return how many engine tokens of prompts a step may add to its decodes; each is one modelled token a turn.
 
     Args:
         config: The bounds.
         decodes: The decode part of the step's first device turn.
         predict_s: Time of a device turn.
+        context_tokens: Already computed of the prompt that the chunk goes on with.
 
     Returns:
         The largest chunk within the bounds, at least one granule.
@@ -101,7 +105,8 @@ def fit_chunk(config: ChunkConfig, decodes: StepWork, predict_s: Callable[[StepW
     granule = config.granule_tokens
     tokens = max(granule, config.max_tokens // granule * granule)
     while tokens > granule:
-        work = attrs.evolve(decodes, num_prefill_tokens=tokens, prefill_positions=tokens * tokens / 2)
+        positions = tokens * (context_tokens + tokens / 2)
+        work = StepWork(tokens, decodes.num_decodes, decodes.context_tokens, positions)
         if predict_s(work) <= config.max_step_s:
             break
         tokens -= granule

@@ -38,6 +38,7 @@ _JOB = JobId("demo")
 _HEADROOM_BYTES = 2 << 30
 _MIN_ROLLOUT_SEQS = 64
 _SERVING_SEQS = 256
+_WATCHDOG_S = 2.0  # the machine computes for all engines: a slow one is not taken for a frozen one
 
 
 @attrs.frozen(kw_only=True)
@@ -172,6 +173,7 @@ class Fleet:
             settings["ledger"] = str(self.root / f"{device}.ledger")
             settings["admission"] = {"slo": {"ttft_s": config.slo_ttft_ms / 1e3, "tpot_s": config.slo_tpot_ms / 1e3}}
             settings["memory"] = {"pool_bytes": pool_bytes_of(config), "headroom_bytes": _HEADROOM_BYTES}
+            settings["timing"] = {"watchdog_s": _WATCHDOG_S}
         return settings
 
     def lend_to(self, pool: RolloutPool) -> Borrower:

@@ -38,6 +38,7 @@ class Job:
         made_tokens: At the last change of place; ask the batch for the present number.
         cached_tokens: Of the prompt, found in the cache at its last admission.
         first_token_s: When its user saw the first token; -1 before. Listeners keep it.
+        own_at_first_s: The engine's own time (``Lane.own_s``) at its first token. Listeners keep it.
         number: Admissions before its last one: the higher, the younger.
         joined_step: The batch's count of steps when it began to decode; -1 while it does not.
         reserved_tokens: What its admission reserved.
@@ -54,6 +55,7 @@ class Job:
     made_tokens: int = 0
     cached_tokens: int = 0
     first_token_s: float = -1.0
+    own_at_first_s: float = 0.0
     number: int = -1
     joined_step: int = -1
     reserved_tokens: int = 0
@@ -80,6 +82,10 @@ class PrefixCache:
         """Keep a context under ``key``, in place of an older one."""
         self.num_tokens += num_tokens - self._entries.pop(key, 0)
         self._entries[key] = num_tokens
+
+    def length(self, key: Hashable) -> int:
+        """Return the length of what is kept under ``key``; 0 when there is nothing."""
+        return self._entries.get(key, 0)
 
     def take(self, key: Hashable) -> int:
         """Return the length of what is kept under ``key`` and forget it; 0 when there is nothing."""
@@ -178,13 +184,32 @@ class Batch:
         return len(self.waiting) + len(self._prefilling)
 
     @property
+    def prompt_context_tokens(self) -> int:
+        """Return what is computed of the prompt that the next chunk goes on with; 0 without one."""
+        return next((job.computed_tokens for job in self._prefilling.values()), 0)
+
+    @property
+    def prompt_tokens_left(self) -> int:
+        """Return what is still to compute of the prompts that have begun."""
+        return sum(job.prompt_tokens - job.computed_tokens for job in self._prefilling.values())
+
+    @property
     def kv_tokens_used(self) -> int:
         """Return what the jobs hold."""
         return self._prefill_tokens + self.decode_context_tokens
 
+    @property
+    def kv_tokens_reserved(self) -> int:
+        """Return what the jobs of the batch proper may come to hold."""
+        return self._reserved_tokens
+
     def decoding(self) -> list[Job]:
         """Return the jobs that decode, in the order in which they began to."""
         return list(self._decoding.values())
+
+    def without_token(self) -> list[Job]:
+        """Return the jobs without a first token here, those that wait included."""
+        return [*self._prefilling.values(), *self.waiting]
 
     def everybody(self) -> list[Job]:
         """Return all jobs of the batch, those that wait included."""
@@ -404,8 +429,9 @@ class Batch:
         if need <= 0:
             return []
         running = {job.job_id: job for job in (*self._prefilling.values(), *self._decoding.values())}
-        holders = [KvHolder(job_id, job.number, self._held(job)) for job_id, job in running.items()]
+        holders = [KvHolder(job_id, job.number, self.held_tokens(job)) for job_id, job in running.items()]
         return [running[job_id] for job_id in choose_victims(holders, need)]
 
-    def _held(self, job: Job) -> int:
+    def held_tokens(self, job: Job) -> int:
+        """Return the KV that a running job holds."""
         return job.computed_tokens + (self.num_steps - job.joined_step if job.joined_step >= 0 else 0)

@@ -20,6 +20,7 @@ from typing import Protocol
 
 import attrs
 
+from rose.interfaces.device import StepWork
 from rose.simulation.batch import Batch, Job, StepPlan
 
 NEVER_S = math.inf
@@ -60,6 +61,9 @@ class Lane:
         ready_s: When its host could have the next step ready.
         ends_s: When its last step ended.
         busy_s: Device time of its steps.
+        own_s: The same with the host's gap after each step.
+        noise: What a step takes, given what it would; every step is then an event of its own.
+        last_work, last_step_s: The first step of the last run, and how long it took.
         gaps: ``(seconds between two steps that decode, tokens)``, while ``keeps_gaps``.
     """
 
@@ -72,6 +76,10 @@ class Lane:
     ready_s: float = 0.0
     ends_s: float = -math.inf
     busy_s: float = 0.0
+    own_s: float = 0.0
+    noise: Callable[[float], float] | None = None
+    last_work: StepWork | None = None
+    last_step_s: float = 0.0
     keeps_gaps: bool = False
     gaps: list[tuple[float, int]] = attrs.field(factory=list)
 
@@ -242,13 +250,19 @@ class Device:
         plan = batch.plan_step(turn.chunk_tokens) if batch.has_prefill else None
         if plan is not None and plan.num_tokens:
             duration_s = lane.times.step_s(plan.num_tokens, decodes, context, plan.positions)
+            if lane.noise is not None:
+                duration_s = lane.noise(duration_s)
             run = Run(lane, plan, now_s, 1, duration_s, 0.0, lane.times.host_gap_s)
         else:
             num_steps = int(min(batch.steps_to_change(), turn.max_steps))
             base_s = lane.times.step_s(0, decodes, context, 0.0)
+            if lane.noise is not None:
+                base_s, num_steps = lane.noise(base_s), 1
             run = Run(lane, None, now_s, num_steps, base_s, lane.times.growth_s(decodes), lane.times.host_gap_s)
             if turn.until_s < NEVER_S:
                 run.num_steps = run.num_begun(turn.until_s)
+        num_tokens, positions = (0, 0.0) if run.plan is None else (run.plan.num_tokens, run.plan.positions)
+        lane.last_work, lane.last_step_s = StepWork(num_tokens, decodes, context, positions), run.base_s
         self._run = run
         self._set_timer(run.end_s(run.num_steps), self._finish)
 
@@ -263,6 +277,7 @@ class Device:
         if run.plan is not None:
             num_decodes = lane.batch.num_decodes
             lane.busy_s += run.base_s
+            lane.own_s += run.base_s + run.gap_s
             lane.note_steps(1, now_s, now_s, num_decodes)
             started, ended = lane.batch.finish_step(run.plan)
             if started or ended:
@@ -281,6 +296,7 @@ class Device:
     def _take_steps(self, run: Run, num_steps: int, end_s: float) -> None:
         lane = run.lane
         lane.busy_s += end_s - run.start_s - (num_steps - 1) * run.gap_s
+        lane.own_s += end_s - run.start_s + run.gap_s
         lane.note_steps(num_steps, run.end_s(1), end_s, lane.batch.num_decodes)
         ended = lane.batch.advance(num_steps)
         if ended:

@@ -211,9 +211,9 @@ class _Replay:
         self.borrowed[DeviceId(device.name)] = engine
         self.rules[DeviceId(device.name)] = rule
         arrivals = [Arrival(a.at_s, a.prompt_tokens, a.output_tokens) for a in record.arrivals[device.name]]
-        self.feeds.append(
-            ServingFeed(owner, arrivals, math.inf, shared_poker(shared, rule), api_overhead_s=self.api_overhead_s)
-        )
+        feed = ServingFeed(owner, arrivals, math.inf, shared_poker(shared, rule), api_overhead_s=self.api_overhead_s)
+        feed.on_answer = rule.note_answer
+        self.feeds.append(feed)
 
     def _rollout_lane(self, name: str, pool_bytes: float, *, reserves_growth: bool = False) -> Lane:
         setup, times = self.record.rollout, ProfileTimes(self.rollout)

@@ -40,6 +40,7 @@ class ServingFeed:
         on_change: Called after the engine's requests changed, with whether one more decodes; pokes the device.
         redirect: Where a request goes instead, if anywhere; whether it is decoded there is that engine's affair.
         api_overhead_s: Added to each first token.
+        on_answer: Called with a request whose last token was made here, and when.
         after_prefill: Takes over requests whose first token was made here, where decode is elsewhere.
     """
 
@@ -50,6 +51,7 @@ class ServingFeed:
     api_overhead_s: float = 0.0
     redirect: ServingFeed | None = None
     after_prefill: Callable[[Job, float], None] | None = None
+    on_answer: Callable[[Job, float], None] | None = None
     answers: list[Answer] = attrs.field(factory=list)
     _loop: asyncio.AbstractEventLoop = attrs.field(factory=asyncio.get_running_loop)
     _next: int = 0
@@ -120,12 +122,17 @@ class ServingFeed:
         for job in started:
             if job.first_token_s < 0:
                 job.first_token_s = now_s
+                job.own_at_first_s = self.lane.own_s
+            elif job.job_id in self._handed_over:  # what came before, its transfer included, is serving's own
+                job.own_at_first_s = self.lane.own_s - (now_s - job.first_token_s)
         for job in ended:
             del self._open[job.job_id]
             if self.after_prefill is not None and job.output_tokens < job.max_output_tokens:
                 self.after_prefill(job, now_s)
             else:
                 self.answers.append(self._answer(job, now_s))
+                if self.on_answer is not None:
+                    self.on_answer(job, now_s)
         self.on_change(bool(started))
 
     def _answer(self, job: Job, now_s: float) -> Answer:

@@ -33,7 +33,7 @@ from rose.simulation.world import Held, ProfileTimes, World, alone, poker
 from rose.types import DeviceId, EngineId, EngineKind, JobId
 
 _HEADROOM_BYTES = 2 << 30
-_STEP_SHARE = 0.08
+_STEP_SHARE = 0.016 / 0.150
 _LOAD_BYTES_PER_S = 25e9
 _WAKE_S = 0.5
 _LOAD_S = 0.1
@@ -76,7 +76,7 @@ class CoservingSupply(Supply):
         memory_rule: How KV memory is shared.
         headroom_fraction: Of the KV pool, free for serving; ``None``: 2 GB a GPU.
         has_whole_chunks: Prefill in chunks of 512 tokens however long they take (the paper); otherwise a rollout step lasts at
-            most 8 % of the TPOT SLO (12 ms of 150).
+            most 16 ms for a TPOT SLO of 150 ms, and in proportion.
     """
 
     mode: Mode = Mode.SLO
@@ -123,7 +123,7 @@ class CoservingSupply(Supply):
         device, rule = share_device(world.loop, owner, guest, config, evict=lambda jobs: engine.evict(jobs))
         most_tokens = possible_budget(memory, math.inf) // world.rollout.kv_bytes_per_token
         engine = world.engine(guest.name, guest, device, is_local=False, most_tokens=most_tokens)
-        world.feed(index, owner, shared_poker(device, rule))
+        world.feed(index, owner, shared_poker(device, rule)).on_answer = rule.note_answer
         return SharedEngine(engine, rule)
 
     @contextlib.asynccontextmanager

@@ -13,30 +13,34 @@ from collections.abc import Callable, Sequence
 
 import attrs
 
-from rose.coserving.predictor import StepPredictor
+from rose.coserving.predictor import PredictorConfig, StepPredictor
+from rose.errors import ConfigError
 from rose.interfaces.device import StepWork
 from rose.policies.admission import (
     YIELDING_MODES,
     AdmissionConfig,
     Budget,
+    Decoding,
     Mode,
+    Role,
     ServingState,
     Start,
-    Targets,
     arrival_reserve_s,
     check_lease,
     decide,
     decode_deadline_s,
     should_yield,
-    targets,
 )
 from rose.policies.compute import ChunkConfig, fit_chunk
 from rose.policies.memory import MemoryConfig
+from rose.policies.quiet import OwnPaces
 from rose.simulation.batch import Job
 from rose.simulation.device import NEVER_S, Device, Idle, Lane, Turn
 from rose.simulation.guest_memory import GuestMemory, MemoryRule
 
 _MOST_MISSED = 2.0
+_RESERVE_EVERY = 16
+_EXACT_MARGIN = PredictorConfig().min_margin
 
 
 class AloneRule:
@@ -91,6 +95,8 @@ class CoservingConfig:
         missed_turns: Guest turns more than its own, for each of serving's, that the guest gets where both want the device and
             serving does not yield by policy: serving's host was late. 0 on a machine that is fast enough; measured ones come
             from the step logs of live runs.
+        guess_ratio: The profile's guesses as a share of the modelled times: 0.5 is a profile that is 50 % too low.
+        learns: Let the step predictors see what steps took; needless where guesses are exact.
     """
 
     admission: AdmissionConfig
@@ -98,6 +104,8 @@ class CoservingConfig:
     chunk: ChunkConfig = attrs.field(factory=ChunkConfig)
     memory_rule: MemoryRule = MemoryRule.HEADROOM
     missed_turns: float = 0.0
+    guess_ratio: float = 1.0
+    learns: bool = False
 
 
 class CoservingRule:
@@ -116,29 +124,36 @@ class CoservingRule:
         self._guest = guest
         self._config = config
         self._memory = GuestMemory(owner, guest, config.memory, config.memory_rule, evict=evict)
-        self._predictor = StepPredictor()
-        self._guest_predictor = StepPredictor()
+        self._predictors = {id(owner): StepPredictor(), id(guest): StepPredictor()}
         chunk = owner.chunk_tokens
-        self._reserve_s = arrival_reserve_s(
-            config.admission, owner.times.step_s(chunk, 0, 0, chunk**2 / 2), chunk, f"serving engine {owner.name}"
-        )
+        self._chunk = StepWork(num_prefill_tokens=chunk, prefill_positions=chunk**2 / 2)
+        self._reserve_s = self._read_reserve_s()
+        self._paces = OwnPaces()
+        self._next_work: StepWork | None = None
+        self._num_seen = 0
         self._state: ServingState | None = None
-        self._limits: tuple[Mode, Targets] | None = None
-        self._tightest: Job | None = None
         self._highest_token = 0
         self._num_missed = 0.0
         self._late_until_s = 0.0
 
     # -- what serving says
 
-    def note_serving_changed(self, *, has_started: bool = True) -> None:
-        """Hear that serving's requests changed; ``has_started``: one more decodes."""
+    def note_serving_changed(self) -> None:
+        """Hear that serving's requests changed."""
         self._state = None
-        if has_started:
-            self._tightest = None
+
+    def note_answer(self, job: Job, now_s: float) -> None:
+        """Hear that a request of serving ended: ``quiet`` learns from what it took."""
+        self._paces.observe(
+            own_s=self._owner.own_s - job.own_at_first_s,
+            elapsed_s=now_s - job.first_token_s,
+            num_tokens=job.output_tokens,
+        )
 
     def note_step(self, lane: Lane, now_s: float) -> None:
         """Serving has published after a step, or is late for its turn after one of the guest's."""
+        if self._config.learns and lane.last_work is not None:
+            self._learn(lane, lane.last_work)
         if lane is self._owner:
             self._state = None
             self._num_missed = min(_MOST_MISSED, self._num_missed + self._config.missed_turns)
@@ -156,12 +171,44 @@ class CoservingRule:
             self._state = self._read_state()
         return self._state
 
+    def _learn(self, lane: Lane, work: StepWork) -> None:
+        self._predictors[id(lane)].observe(work, self._guess_s(lane, work), lane.last_step_s)
+        self._num_seen += 1
+        if lane is self._owner and self._num_seen % _RESERVE_EVERY == 0:
+            try:
+                self._reserve_s = self._read_reserve_s()
+            except ConfigError:  # prompts turned out to take too long: nothing is lent while anything decodes
+                self._reserve_s = math.inf
+
+    def _guess_s(self, lane: Lane, work: StepWork) -> float:
+        step_s = lane.times.step_s(
+            work.num_prefill_tokens, work.num_decodes, work.context_tokens, work.prefill_positions
+        )
+        return self._config.guess_ratio * step_s
+
+    def _predict_s(self, lane: Lane, work: StepWork) -> float:
+        guess_s = self._guess_s(lane, work)
+        return self._predictors[id(lane)].predict_s(work, guess_s) if self._config.learns else guess_s
+
+    def _upper_s(self, lane: Lane, work: StepWork) -> float:
+        return self._predict_s(lane, work) * (1 + self._margin(lane))
+
+    def _margin(self, lane: Lane) -> float:
+        """Return the predictor's margin; where guesses are exact, the smallest, at which it would settle."""
+        return self._predictors[id(lane)].margin if self._config.learns else _EXACT_MARGIN
+
+    def _read_reserve_s(self) -> float:
+        chunk_s = self._upper_s(self._owner, self._chunk)
+        where = f"serving engine {self._owner.name}"
+        return arrival_reserve_s(self._config.admission, chunk_s, self._chunk.num_prefill_tokens, where)
+
     def _read_state(self) -> ServingState:
         owner, batch = self._owner, self._owner.batch
         oldest_s = batch.oldest_prompt_s()
         decode_s = 0.0
-        if batch.num_decodes:
-            decode_s = owner.times.step_s(0, batch.num_decodes, batch.decode_context_tokens, 0.0)
+        if self._decodes:
+            work = StepWork(num_decodes=max(1, batch.num_decodes), context_tokens=batch.decode_context_tokens)
+            decode_s = self._upper_s(owner, work)
         return ServingState(
             num_arrived=0,
             num_admitted=0,
@@ -171,28 +218,52 @@ class CoservingRule:
             kv_pool_bytes=self._config.memory.pool_bytes,
             oldest_arrival_s=math.nan if oldest_s is None else oldest_s,
             last_step_end_s=owner.ends_s,
-            deadline_s=self._deadline_s(),
-            next_decode_s=self._predictor.upper_s(decode_s),
+            deadline_s=self._deadline_s(decode_s),
+            next_decode_s=decode_s,
             heartbeat_s=math.inf,
+            first_token_deadline_s=self._first_token_deadline_s(),
         )
 
-    def _deadline_s(self) -> float:
-        """Return the deadline by the live policy; only the request that lags most can set it, since all gain one token a step."""
-        batch, mode = self._owner.batch, self.ledger.mode
-        if not batch.num_decodes:
-            return math.inf
-        if self._limits is None or self._limits[0] is not mode:
-            self._limits = (mode, targets(self._config.admission, mode, self._reserve_s))
-            self._tightest = None
-        limits = self._limits[1]
-        if self._tightest is None or self._tightest.is_gone:
-            self._tightest = min(
-                batch.decoding(), key=lambda job: job.first_token_s + limits.pace_s * batch.made_tokens(job)
-            )
-        tightest = self._tightest
+    def _deadline_s(self, next_decode_s: float) -> float:
+        """Return the deadline by the live policy, asked with every decoding request."""
+        owner, batch, config = self._owner, self._owner.batch, self._config.admission
+        if not self._decodes or (batch.num_prompts and config.role is Role.BOTH):
+            return math.inf  # nothing to keep, or held anyway
+        own_s, slo, made = owner.own_s, config.slo, batch.made_tokens
+        decoding = [Decoding(job.first_token_s, made(job), own_s - job.own_at_first_s, slo) for job in batch.decoding()]
+        if config.role is Role.DECODE:  # their first tokens were made elsewhere
+            decoding += [Decoding(job.first_token_s, 1, 0.0, slo) for job in batch.without_token()]
         return decode_deadline_s(
-            limits, max(self._owner.ends_s, 0.0), [(tightest.first_token_s, batch.made_tokens(tightest))]
+            config,
+            self.ledger.mode,
+            self._reserve_s,
+            max(owner.ends_s, 0.0),
+            decoding,
+            next_decode_s=next_decode_s,
+            paces=self._paces,
         )
+
+    @property
+    def _decodes(self) -> bool:
+        batch = self._owner.batch
+        return batch.num_decodes > 0 or (self._config.admission.role is Role.DECODE and batch.num_prompts > 0)
+
+    def _first_token_deadline_s(self) -> float:
+        """Return by when the most urgent waiting prompt must be begun; only the published rule asks."""
+        if self.ledger.mode is not Mode.PAPER:
+            return math.inf
+        ttft_s = self._config.admission.slo.ttft_s
+        return min(
+            (job.arrived_s + ttft_s - self._prefill_s(job) for job in self._owner.batch.without_token()),
+            default=math.inf,
+        )
+
+    def _prefill_s(self, job: Job) -> float:
+        left, chunk = job.prompt_tokens - job.computed_tokens, self._owner.chunk_tokens
+        positions = left * (job.computed_tokens + left / 2)
+        num_steps = max(1, -(-left // chunk))
+        work = StepWork(num_prefill_tokens=left // num_steps, prefill_positions=positions / num_steps)
+        return num_steps * self._predict_s(self._owner, work)
 
     # -- the guest's lease and memory
 
@@ -221,6 +292,7 @@ class CoservingRule:
     def choose(self, now_s: float) -> Turn | Idle:
         """Return whose turn it is, as the two live step loops would settle it between them."""
         owner, guest = self._owner, self._guest
+        self._next_work = None
         self.follow_budget(now_s)
         owner_s = max(owner.ready_s, self._late_until_s) if owner.wants else NEVER_S
         guest_s = guest.ready_s if guest.wants else NEVER_S
@@ -268,27 +340,33 @@ class CoservingRule:
         if self.ledger.mode is Mode.UNGATED:
             config = attrs.evolve(config, max_step_s=math.inf)
         decodes = StepWork(num_decodes=batch.num_decodes, context_tokens=batch.decode_context_tokens)
-        return fit_chunk(config, decodes, self._predict_s)
-
-    def _predict_s(self, work: StepWork) -> float:
-        return self._guest.times.step_s(
-            work.num_prefill_tokens, work.num_decodes, work.context_tokens, work.prefill_positions
+        return fit_chunk(
+            config,
+            decodes,
+            lambda work: self._predict_s(self._guest, work),
+            context_tokens=batch.prompt_context_tokens,
         )
+
+    def _guest_work(self) -> StepWork:
+        """Return the guest's next step; settled once for all questions of one choice."""
+        if self._next_work is None:
+            self._next_work = self._read_guest_work()
+        return self._next_work
+
+    def _read_guest_work(self) -> StepWork:
+        batch = self._guest.batch
+        chunk = min(self._guest_chunk(), batch.prompt_tokens_left) if batch.has_prefill else 0
+        positions = chunk * (batch.prompt_context_tokens + chunk / 2)
+        return StepWork(chunk, batch.num_decodes, batch.decode_context_tokens, positions)
 
     def _guest_upper_s(self) -> float:
         """Return how long the guest's next step takes at most, as its governor would say."""
-        batch = self._guest.batch
-        if batch.has_prefill:
-            chunk = self._guest_chunk()
-            guess_s = self._guest.times.step_s(chunk, batch.num_decodes, batch.decode_context_tokens, chunk * chunk / 2)
-        else:
-            guess_s = self._guest.times.step_s(0, batch.num_decodes, batch.decode_context_tokens, 0.0)
-        return self._guest_predictor.upper_s(guess_s)
+        return self._upper_s(self._guest, self._guest_work())
 
     def _guest_turn(self, now_s: float) -> Turn:
         guest = self._guest
         if guest.batch.has_prefill:
-            return Turn(guest, 1, self._guest_chunk())
+            return Turn(guest, 1, self._guest_work().num_prefill_tokens)
         if not self._owner.wants:
             return Turn(guest, math.inf, 1, self._look_again_s(now_s))
         has_company = self.ledger.mode in YIELDING_MODES and not self._owner.batch.num_prompts
@@ -297,12 +375,12 @@ class CoservingRule:
     def _num_steps(self, now_s: float) -> int:
         """Return how many steps in a row the live policy would let start while serving stands still."""
         guest, batch = self._guest, self._guest.batch
-        base_s = guest.times.step_s(0, batch.num_decodes, batch.decode_context_tokens, 0.0)
+        upper_s, base_s = self._guest_upper_s(), self._guess_s(self._guest, self._guest_work())
         growth_s, gap_s = guest.times.growth_s(batch.num_decodes), guest.times.host_gap_s
 
         def may_start(i: int) -> bool:
             start_s = now_s + i * (base_s + gap_s) + growth_s * i * (i - 1) / 2
-            step_s = self._guest_predictor.upper_s(base_s + growth_s * i)
+            step_s = upper_s * (1 + growth_s * i / base_s)
             verdict = decide(self._config.admission, self.ledger.mode, self._state_at(), step_s, start_s)
             return isinstance(verdict, Start)
 
@@ -337,8 +415,8 @@ def share_device(
 def shared_poker(device: Device, rule: CoservingRule) -> Callable[[bool], None]:
     """Return what a feed calls when the requests of a serving engine changed that shares its device."""
 
-    def on_change(has_started: bool) -> None:  # noqa: FBT001 - as the feed calls it
-        rule.note_serving_changed(has_started=has_started)
+    def on_change(_has_started: bool) -> None:  # noqa: FBT001 - as the feed calls it
+        rule.note_serving_changed()
         device.poke()
 
     return on_change

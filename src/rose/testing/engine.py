@@ -30,7 +30,7 @@ from rose.errors import (
     VersionConflictError,
 )
 from rose.interfaces.clock import Clock
-from rose.interfaces.serving import PauseMode, ServingEngine
+from rose.interfaces.serving import PauseMode, ServingEngine, Slept, Woken
 from rose.testing.faults import Fault, FaultKind
 from rose.types import (
     Activation,
@@ -122,6 +122,8 @@ class FakeEngine(ServingEngine):
     _is_stalled: bool = attrs.field(default=False, init=False)
     _is_busy: bool = attrs.field(default=False, init=False)
     _is_fenced: bool = attrs.field(default=False, init=False)
+    _is_asleep: bool = attrs.field(default=False, init=False)
+    _has_weights: bool = attrs.field(default=True, init=False)
     _lost_because: str | None = attrs.field(default=None, init=False)
     _changed: asyncio.Event = attrs.field(factory=asyncio.Event, init=False)
 
@@ -161,7 +163,7 @@ class FakeEngine(ServingEngine):
             kv_used_tokens=self._kv_used_tokens(),
             kv_total_tokens=self._kv_budget_tokens,
             weight_version=self.weight_version,
-            is_paused=self._is_paused,
+            is_paused=self._is_paused or self._is_asleep,
             read_at_s=self.clock.now(),
         )
 
@@ -183,6 +185,7 @@ class FakeEngine(ServingEngine):
     async def stage(self, update: WeightUpdate) -> None:
         """Keep the update's version for ``activate``; no blob is read."""
         self._check_alive()
+        self._check_awake()
         index = self._num_stages
         self._num_stages += 1
         await self.clock.sleep(self.stage_s)
@@ -199,6 +202,7 @@ class FakeEngine(ServingEngine):
     async def activate(self) -> Activation:
         """Take the staged version after a pause of ``activate_s``."""
         self._check_alive()
+        self._check_awake()
         update = self._staged
         if update is None:
             message = f"{self.engine_id}: no update is staged; call stage() before activate()"
@@ -236,6 +240,29 @@ class FakeEngine(ServingEngine):
         self._check_alive()
         self._is_gate_open = is_open
         self._notify()
+
+    @property
+    def is_asleep(self) -> bool:
+        """Whether the engine sleeps; see ``SupportsSleep``."""
+        return self._is_asleep
+
+    async def sleep(self, *, keeps_weights: bool = True) -> Slept:
+        """End every request as evicted and take none until ``wake``; see ``SupportsSleep``."""
+        self._check_alive()
+        num_evicted, start_s = self.num_in_flight, self.clock.now()
+        self._is_asleep, self._has_weights = True, self._has_weights and keeps_weights
+        for stream in list(self._streams.values()):
+            self._end(stream, FinishReason.EVICTED)
+        return Slept(num_evicted=num_evicted, released_bytes=0, sleep_s=self.clock.now() - start_s)
+
+    async def wake(self) -> Woken:
+        """Serve again; stale if the weights were dropped; see ``SupportsSleep``."""
+        self._check_alive()
+        if self._is_asleep and not self._has_weights:
+            self.weight_version = None
+            self.fence()
+        self._is_asleep, self._has_weights = False, True
+        return Woken(version=self.weight_version, is_stale=self._is_fenced, restored_bytes=0, wake_s=0.0)
 
     async def reset_prefix_cache(self) -> None:
         """Count the reset; see ``SupportsPrefixReset``."""
@@ -285,6 +312,7 @@ class FakeEngine(ServingEngine):
         index = len(self.requests)
         self.requests.append(request)
         self._check_fenced()
+        self._check_awake()
         self._refuse_impossible(request)
         if self._fault(FaultKind.REFUSE, index):
             self._refuse("the request was refused (scripted fault)")
@@ -436,6 +464,11 @@ class FakeEngine(ServingEngine):
         if self._is_fenced:
             message = f"engine {self.engine_id} is fenced: its weights are of no known version; activate an update"
             raise EngineFencedError(message)
+
+    def _check_awake(self) -> None:
+        if self._is_asleep:
+            message = f"engine {self.engine_id} is asleep; wake it, or try another engine"
+            raise EngineBusyError(message)
 
     def _notify(self) -> None:
         self._changed.set()

@@ -199,6 +199,11 @@ class Subscriber:
             message = f"these tensors are not the published bits of {version}: {', '.join(wrong)}"
             raise CorruptUpdateError(message)
 
+    def fence(self) -> None:
+        """Note that the sink's bits were lost: the next update must start with an anchor."""
+        self.drop_staged()
+        self._version, self._is_fenced, self._state = None, True, None
+
     def close(self) -> None:
         """Close the transports that this subscriber opened."""
         for transport in self._transports.values():

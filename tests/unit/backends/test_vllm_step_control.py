@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from rose.backends.paced import PacedClock
-from rose.backends.vllm.kv_blocks import HeldBlocks
 from rose.backends.vllm.step_control import (
     DeviceControl,
     RolloutControl,
@@ -139,69 +138,3 @@ def test_a_dedicated_step_takes_all_its_turns(tmp_path: Path) -> None:
     control.finish(scheduler)
     assert len(control.governor.log) == 4, "an empty step was charged"
     control.close()
-
-
-class Pool:
-    """vLLM's block pool as far as it is used."""
-
-    def __init__(self, num: int) -> None:
-        self.num_gpu_blocks = num + 1
-        self.free = list(range(1, num + 1))
-
-    def get_num_free_blocks(self) -> int:
-        return len(self.free)
-
-    def get_new_blocks(self, num: int) -> list[SimpleNamespace]:
-        taken, self.free = self.free[:num], self.free[num:]
-        return [SimpleNamespace(block_id=block_id) for block_id in taken]
-
-    def free_blocks(self, blocks: list[SimpleNamespace]) -> None:
-        self.free += [block.block_id for block in blocks]
-
-
-def test_holding_blocks_back() -> None:
-    pool = Pool(10)
-    held = HeldBlocks(pool)
-    assert held.resize(4) == 0
-    assert (held.num_blocks, held.num_held, held.num_used, len(pool.free)) == (10, 4, 0, 6)
-    pool.free = pool.free[:2]
-    assert held.num_used == 4
-    assert held.resize(9) == 3, "two of five were free"
-    assert held.resize(1) == 0
-    assert (held.num_held, len(pool.free)) == (1, 5)
-
-
-def test_pages_are_given_in_runs_once() -> None:
-    class Tensor:
-        shape = (11, 8)
-
-        def __init__(self, num_blocks: int) -> None:
-            self.shape = (num_blocks, 8)
-
-        def data_ptr(self) -> int:
-            return 1000
-
-        def stride(self, dim: int) -> int:
-            return 8
-
-        def element_size(self) -> int:
-            return 2
-
-        def dim(self) -> int:
-            return 2
-
-    pool = Pool(10)
-    pool.free = [1, 2, 3, 7, 9, 8]
-    held = HeldBlocks(pool)
-    given: list[tuple[int, int]] = []
-
-    def give(address: int, num_bytes: int) -> int:
-        given.append((address, num_bytes))
-        return num_bytes
-
-    held.resize(2)
-    held.attach([Tensor(11), Tensor(5)], give)
-    assert given == [(1000 + 16, 32)], "blocks held before come first; a tensor of another layout is left alone"
-    held.resize(6)
-    assert given[1:] == [(1000 + 3 * 16, 16), (1000 + 7 * 16, 48)]
-    assert held.num_bytes_given == 96

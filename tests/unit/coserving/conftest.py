@@ -100,3 +100,8 @@ class Site:
 @pytest.fixture
 def site(tmp_path: Path) -> Site:
     return Site(tmp_path / "ledger")
+
+
+@pytest.fixture
+def make_site() -> type[Site]:
+    return Site

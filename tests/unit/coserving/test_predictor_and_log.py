@@ -3,37 +3,64 @@
 from __future__ import annotations
 
 import math
+import random
 
 import pytest
 
 from rose.coserving.predictor import PredictorConfig, StepPredictor
 from rose.coserving.step_log import StepLog
+from rose.interfaces.device import StepWork
+
+DECODES = StepWork(num_decodes=16, context_tokens=200_000)
 
 
 def test_it_learns_a_wrong_profile() -> None:
     predictor = StepPredictor()
-    for _ in range(200):
-        predictor.observe(0.010, 0.015)
-    assert predictor.predict_s(0.010) == pytest.approx(0.015, rel=1e-3)
+    for _ in range(20):
+        predictor.observe(DECODES, 0.010, 0.020)
+    assert predictor.predict_s(DECODES, 0.010) == pytest.approx(0.020, rel=0.05)
+    longer = StepWork(num_decodes=16, context_tokens=400_000)
+    assert predictor.predict_s(longer, 0.016) == pytest.approx(0.032, rel=0.25)
+
+
+def test_it_learns_wrong_proportions() -> None:
+    """The guess knows nothing of contexts; the truth is all context."""
+    predictor, rng = StepPredictor(), random.Random(3)
+    works = [StepWork(num_decodes=4, context_tokens=rng.randint(10_000, 300_000)) for _ in range(400)]
+    for work in works:
+        predictor.observe(work, 0.002, 0.001 + work.context_tokens * 5e-8)
+    for work in works[:20]:
+        assert predictor.predict_s(work, 0.002) == pytest.approx(0.001 + work.context_tokens * 5e-8, rel=0.1)
+
+
+def test_one_hiccup_moves_it_a_little() -> None:
+    predictor = StepPredictor()
+    for _ in range(100):
+        predictor.observe(DECODES, 0.010, 0.010)
+    predictor.observe(DECODES, 0.010, 10.0)
+    assert predictor.predict_s(DECODES, 0.010) < 0.0115
 
 
 def test_the_margin_comes_from_its_own_errors() -> None:
     calm, noisy = StepPredictor(), StepPredictor()
     assert calm.margin == PredictorConfig().initial_margin
     for i in range(256):
-        calm.observe(0.010, 0.010)
-        noisy.observe(0.010, 0.010 * (1.3 if i % 5 == 0 else 1.0))
+        calm.observe(DECODES, 0.010, 0.010)
+        noisy.observe(DECODES, 0.010, 0.010 * (1.3 if i % 5 == 0 else 1.0))
     assert calm.margin == PredictorConfig().min_margin
     assert 0.15 < noisy.margin <= 0.35
-    assert noisy.upper_s(0.010) >= 0.0125
+    assert noisy.upper_s(DECODES, 0.010) >= 0.0125
 
 
 def test_the_margin_is_bounded_and_nonsense_ignored() -> None:
     predictor = StepPredictor()
     for i in range(256):
-        predictor.observe(0.010, 1.0 if i % 4 == 0 else 0.001)
-        predictor.observe(0.0, 1.0)
-        predictor.observe(1.0, -1.0)
+        predictor.observe(DECODES, 0.010, 1.0 if i % 4 == 0 else 0.001)
+        predictor.observe(DECODES, 0.0, 1.0)
+        predictor.observe(DECODES, 1.0, -1.0)
+        predictor.observe(DECODES, 1.0, math.inf)
+    assert predictor.predict_s(DECODES, 0.0) == 0.0
+    assert math.isfinite(predictor.predict_s(DECODES, 0.010))
     assert predictor.margin == PredictorConfig().max_margin
 
 

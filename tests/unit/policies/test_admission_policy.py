@@ -13,9 +13,11 @@ from rose.policies.admission import (
     START,
     AdmissionConfig,
     Budget,
+    Decoding,
     Hold,
     HoldReason,
     Mode,
+    Role,
     ServingState,
     Slo,
     arrival_reserve_s,
@@ -23,8 +25,8 @@ from rose.policies.admission import (
     decide,
     decode_deadline_s,
     should_yield,
-    targets,
 )
+from rose.policies.quiet import OwnPaces, quiet_start_s
 
 CONFIG = AdmissionConfig()
 NOW_S = 100.0
@@ -80,6 +82,12 @@ def test_the_published_rule_lets_a_step_start_while_both_slacks_stay_positive() 
     assert held(Mode.PAPER, attrs.evolve(WAITING, oldest_arrival_s=NOW_S - 0.49), 0.011) is HoldReason.NO_SLACK
 
 
+def test_the_published_rule_counts_the_prefill_of_the_most_urgent_prompt() -> None:
+    prompt = attrs.evolve(WAITING, last_step_end_s=NOW_S, first_token_deadline_s=NOW_S + 0.020)
+    assert held(Mode.PAPER, prompt, 0.019) is None
+    assert held(Mode.PAPER, prompt, 0.021) is HoldReason.NO_SLACK
+
+
 def test_doubt_closes_the_gate() -> None:
     assert held(Mode.SLO, None) is HoldReason.UNREADABLE
     assert held(Mode.SLO, attrs.evolve(IDLE, heartbeat_s=NOW_S - 1.1)) is HoldReason.STALE
@@ -93,14 +101,75 @@ def test_no_compute_is_lent_above_the_kv_bound() -> None:
     assert held(Mode.SLO, attrs.evolve(IDLE, kv_used_bytes=80)) is None
 
 
+def decoding(first_token_s: float, num_tokens: int, slo: Slo = CONFIG.slo, own_s: float = 0.0) -> Decoding:
+    return Decoding(first_token_s, num_tokens, own_s, slo)
+
+
 def test_the_deadline_is_the_nearest_of_gap_and_paces() -> None:
-    limits = targets(CONFIG, Mode.SLO, 0.060)
-    assert (limits.gap_s, limits.pace_s) == (pytest.approx(0.054), pytest.approx(0.060))
-    assert decode_deadline_s(limits, 10.0, []) == math.inf
-    assert decode_deadline_s(limits, 10.0, [(5.0, 1000)]) == pytest.approx(10.054)
-    assert decode_deadline_s(limits, 10.0, [(5.0, 1000), (9.99, 1)]) == pytest.approx(10.050)
-    quiet = targets(CONFIG, Mode.QUIET, 0.060)
-    assert (quiet.gap_s, quiet.pace_s) == (CONFIG.quiet_gap_s, CONFIG.quiet_pace_s)
+    gap_s, pace_s = 0.95 * (0.150 - 0.060), 0.9 * 0.150
+    assert decode_deadline_s(CONFIG, Mode.SLO, 0.060, 10.0, []) == math.inf
+    assert decode_deadline_s(CONFIG, Mode.SLO, 0.060, 10.0, [decoding(5.0, 1000)]) == pytest.approx(10.0 + gap_s)
+    requests = [decoding(5.0, 1000), decoding(9.9, 1)]
+    assert decode_deadline_s(CONFIG, Mode.SLO, 0.060, 10.0, requests) == pytest.approx(9.9 + pace_s)
+
+
+def test_the_more_requests_decode_the_less_each_is_slowed_down() -> None:
+    def pace_s(num_decoding: int) -> float:
+        deadline_s = decode_deadline_s(CONFIG, Mode.SLO, 0.060, 100.0, [decoding(90.0, 70)] * num_decoding)
+        return (deadline_s - 90.0) / 70
+
+    full_s = CONFIG.pace_fill * CONFIG.slo.tpot_s
+    assert pace_s(CONFIG.full_pace_decodes) == pytest.approx(full_s)
+    assert pace_s(2 * CONFIG.full_pace_decodes) == pytest.approx(full_s / 2)
+    assert pace_s(8 * CONFIG.full_pace_decodes) == pytest.approx(full_s / 8)
+
+
+def test_every_class_has_its_own_pace_and_gap() -> None:
+    fast = Slo(ttft_s=0.2, tpot_s=0.080)
+    config = AdmissionConfig(classes={"fast": fast})
+    assert (config.slo_of("fast"), config.slo_of("other"), config.slo_of(None)) == (fast, config.slo, config.slo)
+    slow_only = decode_deadline_s(config, Mode.SLO, 0.050, 10.0, [decoding(9.95, 1)])
+    with_fast = decode_deadline_s(config, Mode.SLO, 0.050, 10.0, [decoding(9.95, 1), decoding(5.0, 99, fast)])
+    assert slow_only == pytest.approx(9.95 + 0.9 * 0.150)
+    assert with_fast == pytest.approx(10.0 + 0.95 * (0.080 - 0.050))
+
+
+def test_quiet_lends_nothing_to_a_busy_server_before_it_knows_its_requests() -> None:
+    request = decoding(9.0, 50, own_s=1.0)
+    assert decode_deadline_s(CONFIG, Mode.QUIET, 0.06, 10.0, [request], next_decode_s=0.010) == pytest.approx(10.010)
+    paces = OwnPaces(lone_s=0.008, usual_s=0.009)
+    known_s = decode_deadline_s(CONFIG, Mode.QUIET, 0.06, 10.0, [request], next_decode_s=0.010, paces=paces)
+    assert known_s == pytest.approx(0.010 + quiet_start_s(CONFIG.quiet_stretch, paces, [request]))
+    assert known_s > 10.020
+
+
+def test_a_prefill_device_has_no_decode_to_keep_and_is_held_by_prompts_alone() -> None:
+    config = AdmissionConfig(role=Role.PREFILL)
+    assert decode_deadline_s(config, Mode.SLO, 0.0, 10.0, [decoding(1.0, 1)]) == math.inf
+    prompts = attrs.evolve(WAITING, deadline_s=math.inf)
+    assert decide(config, Mode.SLO, prompts, 0.0, NOW_S) == Hold(HoldReason.PROMPT_WAITS)
+    assert decide(config, Mode.SLO, attrs.evolve(BUSY, deadline_s=math.inf), 0.2, NOW_S) is START
+    assert arrival_reserve_s(config, 0.2, 8192, "p0") == 0.0, "the TPOT is not this device's affair"
+    with pytest.raises(ConfigError, match=r"p0: a TTFT SLO of 0\.5 s.*8192 tokens \(0\.600 s\).*ttft_s"):
+        arrival_reserve_s(config, 0.6, 8192, "p0")
+
+
+def test_a_decode_device_is_not_held_by_requests_whose_kv_is_on_its_way() -> None:
+    config = AdmissionConfig(role=Role.DECODE)
+    coming = attrs.evolve(BUSY, num_arrived=4, num_waiting=1, oldest_arrival_s=NOW_S - 3)
+    assert decide(config, Mode.SLO, coming, 0.019, NOW_S) is START
+    assert decide(config, Mode.SLO, coming, 0.021, NOW_S) == Hold(HoldReason.NO_SLACK)
+    assert decide(config, Mode.PAPER, coming, 0.019, NOW_S) is START, "there is no prefill slack here"
+    assert should_yield(config, Mode.SLO, coming, NOW_S + 1, 0.019, NOW_S)
+    assert arrival_reserve_s(config, 0.140, 4096, "d0") == 0.0, "no prompt chunk ever joins a step"
+    first_s = decode_deadline_s(config, Mode.SLO, 0.0, 10.0, [decoding(9.9, 1)])
+    assert first_s == pytest.approx(9.9 + 0.9 * 0.150)
+
+
+def test_the_tightest_class_decides_whether_an_slo_leaves_room() -> None:
+    config = AdmissionConfig(classes={"fast": Slo(tpot_s=0.055)})
+    with pytest.raises(ConfigError, match=r"TPOT SLO of 0\.055 s"):
+        arrival_reserve_s(config, 0.0527, 2048, "s0")
 
 
 def test_serving_yields_only_to_whom_it_helps() -> None:

@@ -53,8 +53,16 @@ def test_a_chunk_is_bounded_by_the_turn_it_makes() -> None:
     assert chunk % 64 == 0
     assert 64 <= chunk < 512
     work = StepWork(chunk, 16, 16 * 1000, chunk**2 / 2)
-    assert profile.step_s(work) <= 0.012
-    assert profile.step_s(StepWork(chunk + 64, 16, 16 * 1000, (chunk + 64) ** 2 / 2)) > 0.012
+    bound_s = ChunkConfig().max_step_s
+    assert profile.step_s(work) <= bound_s
+    assert profile.step_s(StepWork(chunk + 64, 16, 16 * 1000, (chunk + 64) ** 2 / 2)) > bound_s
+
+
+def test_a_chunk_deep_in_a_long_prompt_is_shorter() -> None:
+    profile, config = profile_named("h100:qwen3-8b"), ChunkConfig(max_step_s=0.020)
+    first, later = (fit_chunk(config, StepWork(), profile.step_s, context_tokens=tokens) for tokens in (0, 30_000))
+    assert later < first
+    assert profile.step_s(StepWork(later, 0, 0, later * (30_000 + later / 2))) <= config.max_step_s
 
 
 def test_a_chunk_is_never_nothing() -> None:

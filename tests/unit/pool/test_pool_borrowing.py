@@ -47,20 +47,18 @@ def site(tmp_path: Path) -> Site:
         ledger.publish_serving(attrs.evolve(IDLE_SERVING, kv_used_bytes=used, kv_pool_bytes=1.0))
         ledger.beat(0.0)
     engines = {name: FakeEngine(engine_id=EngineId(f"on-{name}"), clock=clock, token_s=0.1) for name in ledgers}
-    return Site(clock, Lender(ledgers, clock, LendingConfig(ttl_s=TTL_S)), engines)
+    return Site(clock, Lender(ledgers, clock, LendingConfig(ttl_s=TTL_S, rest_s=0.0)), engines)
 
 
 def states(pool: RolloutPool) -> dict[str, EngineState]:
     return {view.engine_id: view.state for view in pool.snapshot().engines}
 
 
-def test_devices_without_an_engine_of_the_job_are_given_back(site):
-    """A lender may have more devices than the job has engines, and lends its idlest."""
-
+def test_only_devices_where_the_job_has_an_engine_are_borrowed(site):
     async def work():
         async with RolloutPool(clock=site.clock) as pool, site.borrower(pool, "d0", "d2"):
-            assert site.lent() == {"d0"}
-            assert set(states(pool)) == {"on-d0"}
+            assert site.lent() == {"d0", "d2"}
+            assert set(states(pool)) == {"on-d0", "on-d2"}
 
     site.run(work())
 

@@ -54,8 +54,22 @@ class Shared:
         shared = cls(loop, owner, guest, rule=None, device=None)  # type: ignore[arg-type] # set below
         shared.device, shared.rule = share_device(loop, owner, guest, config, evict=shared.evict)
         shared.owner_log, shared.guest_log = listen(owner), listen(guest)
+        shared.keep_accounts()
         shared.grant(mode)
         return shared
+
+    def keep_accounts(self) -> None:
+        """Let the rule hear of serving's requests what a feed tells it."""
+        log = self.owner.listener
+
+        def hear(started: list[Job], ended: list[Job], now_s: float) -> None:
+            for job in started:
+                job.own_at_first_s = self.owner.own_s
+            log(started, ended, now_s)
+            for job in ended:
+                self.rule.note_answer(job, now_s)
+
+        self.owner.listener = hear
 
     def evict(self, jobs: Sequence[Job]) -> None:
         for job in jobs:
@@ -122,11 +136,12 @@ def latencies(log: Log, arrivals: Sequence[tuple[float, int, int]]) -> tuple[lis
 
 def test_modes_lend_more_the_less_they_protect_and_keep_their_promises() -> None:
     tokens, tpots = {}, {}
+    arrivals = [(0.2 + 0.31 * i, 200 + 37 * (i % 5), 20 + 13 * (i % 7)) for i in range(60)]
     for mode in (Mode.STRICT, Mode.QUIET, Mode.SLO):
         shared = Shared.make(mode)
-        shared.play(SERVING, guests=4, until_s=8.0)
+        shared.play(arrivals, guests=4, until_s=20.0)
         tokens[mode] = shared.guest_tokens()
-        tpots[mode] = max(latencies(shared.owner_log, SERVING)[1])
+        tpots[mode] = max(latencies(shared.owner_log, arrivals)[1])
     assert tokens[Mode.STRICT] < tokens[Mode.QUIET] < tokens[Mode.SLO]
     assert tpots[Mode.SLO] <= 0.15
     assert tpots[Mode.QUIET] < 0.6 * tpots[Mode.SLO]
@@ -330,7 +345,9 @@ class WatchedDevice(Device):
 
     def ask(self, run: Run, number: int) -> None:
         rule, start_s = self.shared.rule, run.end_s(number) + run.gap_s
-        step_s = rule._guest_predictor.upper_s(run.base_s + run.growth_s * number) if run.plan is None else run.base_s
+        step_s = run.base_s + run.growth_s * number
+        if run.plan is None:
+            step_s *= 1 + rule._margin(run.lane)
         verdict = decide(rule._config.admission, self.mode, self.state, step_s, start_s - 1e-9)
         assert isinstance(verdict, Start), (verdict, start_s)
         self.num_asked += 1

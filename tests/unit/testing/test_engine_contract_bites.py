@@ -198,6 +198,21 @@ class AppliesTwice(FakeEngine):
         return await super().activate()
 
 
+class SleepsWithOneEyeOpen(FakeEngine):
+    def _check_awake(self):
+        pass
+
+
+class SleepKeepsRequestsWaiting(FakeEngine):
+    async def sleep(self, *, keeps_weights=True):
+        await self.pause(PauseMode.KEEP)
+
+
+class WakesStale(FakeEngine):
+    async def sleep(self, *, keeps_weights=True):
+        return await super().sleep(keeps_weights=False)
+
+
 BITES = [
     (Repeats, "max_tokens_bounds_the_stream"),
     (Loses, "max_tokens_bounds_the_stream"),
@@ -226,6 +241,9 @@ BITES = [
     (WrongVersion, "every_token_has_the_engines_version"),
     (IgnoresBudget, "a_kv_cut_evicts_and_growth_serves_again"),
     (IgnoresGate, "a_closed_gate_holds_steps_back"),
+    (SleepsWithOneEyeOpen, "asleep_nobody_waits_and_waking_serves_again"),
+    (SleepKeepsRequestsWaiting, "asleep_nobody_waits_and_waking_serves_again"),
+    (WakesStale, "asleep_nobody_waits_and_waking_serves_again"),
     (ResetChangesTokens, "a_prefix_reset_changes_no_answer"),
     (StageIsActivate, "stage_changes_nothing"),
     (StageWritesWeights, "stage_changes_nothing"),

@@ -6,6 +6,7 @@ Invariants:
 * Activation pauses (keep), asks the engine to write, and resumes, unless the engine was paused before.
 * ``is_fenced`` is set when a write failed half-way; the requests in flight end as aborted and ``generate`` refuses until
   an activation succeeds.
+* Asleep, the engine takes no request and no update (``EngineBusyError``), so that nobody waits on it.
 * After the engine's loss or ``close`` every call raises ``EngineLostError``.
 """
 
@@ -24,9 +25,16 @@ from rose.backends.vllm.options import VllmOptions
 from rose.backends.vllm.streams import RequestLimits, parse_label
 from rose.backends.vllm.wire import activation_from_wire, unwrap, update_to_wire
 from rose.clocks import MonotonicClock
-from rose.errors import CorruptUpdateError, EngineFencedError, EngineLostError, RequestRefusedError, RoseError
+from rose.errors import (
+    CorruptUpdateError,
+    EngineBusyError,
+    EngineFencedError,
+    EngineLostError,
+    RequestRefusedError,
+    RoseError,
+)
 from rose.interfaces import Clock, ServingEngine
-from rose.interfaces.serving import PauseMode
+from rose.interfaces.serving import PauseMode, Slept, Woken
 from rose.interfaces.trainer import ShardSpec
 from rose.transfer.kernels import Sum
 from rose.transfer.layout import TargetLayout
@@ -54,6 +62,7 @@ class VllmDriver(ServingEngine):
         self._update_lock = asyncio.Lock()
         self._is_paused = False
         self._is_fenced = False
+        self._is_asleep = False
         self._lost: str | None = "it was not started"
         self._version = options.initial_version
 
@@ -114,9 +123,9 @@ class VllmDriver(ServingEngine):
             self._active.discard(request.request_id)
 
     def _refuse(self, request: EngineRequest) -> None:
-        self._check_alive()
+        self._check_awake()
         if self._is_fenced:
-            message = f"engine {self.engine_id} is fenced: an update failed while it was written; send it an anchor"
+            message = f"engine {self.engine_id} is fenced: its weights are of no known version; send it an anchor"
             raise EngineFencedError(message)
         if request.request_id in self._active:
             message = f"request id {request.request_id} is in use on engine {self.engine_id}; ids must be fresh"
@@ -128,6 +137,12 @@ class VllmDriver(ServingEngine):
         if self._lost is not None:
             message = f"engine {self.engine_id} is gone: {self._lost}"
             raise EngineLostError(message)
+
+    def _check_awake(self) -> None:
+        self._check_alive()
+        if self._is_asleep:
+            message = f"engine {self.engine_id} is asleep; wake it, or try another engine"
+            raise EngineBusyError(message)
 
     async def _ask(self, method: str, *args: Any) -> Any:
         self._check_alive()
@@ -155,7 +170,7 @@ class VllmDriver(ServingEngine):
             kv_used_tokens=load["kv_used_tokens"],
             kv_total_tokens=load["kv_total_tokens"],
             weight_version=self._version,
-            is_paused=bool(load["is_paused"]),
+            is_paused=bool(load["is_paused"]) or self._is_asleep,
             read_at_s=self._clock.now(),
         )
 
@@ -179,6 +194,7 @@ class VllmDriver(ServingEngine):
                 fenced.
         """
         async with self._update_lock:
+            self._check_awake()
             try:
                 await self._ask("rose_stage", update_to_wire(update))
                 while not await self._ask("rose_poll_stage"):  # noqa: ASYNC110 - what is waited for is in another process
@@ -197,6 +213,7 @@ class VllmDriver(ServingEngine):
             is_verified: Sum the whole state anew in the pause, not what changed only.
         """
         async with self._update_lock:
+            self._check_awake()
             return await to_the_end(self._activate(is_verified=is_verified))
 
     async def _activate(self, *, is_verified: bool) -> Activation:
@@ -223,6 +240,45 @@ class VllmDriver(ServingEngine):
         self._version = None
         await self._abort(list(self._active))
 
+    @property
+    def is_asleep(self) -> bool:
+        """Whether the engine sleeps. See ``SupportsSleep``."""
+        return self._is_asleep
+
+    async def sleep(self, *, keeps_weights: bool = True) -> Slept:
+        """Deactivate the engine: its requests end as evicted, its KV memory and weights leave the device. See ``SupportsSleep``."""
+        async with self._update_lock:
+            self._check_alive()
+            return await to_the_end(self._sleep(keeps_weights=keeps_weights))
+
+    async def _sleep(self, *, keeps_weights: bool) -> Slept:
+        start_s = time.perf_counter()
+        if self._is_asleep:
+            return Slept(num_evicted=0, released_bytes=0, sleep_s=0.0)
+        self._is_asleep = True
+        try:
+            answer = await self._ask("rose_sleep", keeps_weights, self.options.park_directory)
+        except RoseError:
+            self._is_asleep = False
+            raise
+        return Slept(**answer, sleep_s=time.perf_counter() - start_s)
+
+    async def wake(self) -> Woken:
+        """Activate the engine again. See ``SupportsSleep``."""
+        async with self._update_lock:
+            self._check_alive()
+            return await to_the_end(self._wake())
+
+    async def _wake(self) -> Woken:
+        start_s = time.perf_counter()
+        answer: dict[str, Any] = {"restored_bytes": 0, "is_stale": self._is_fenced}
+        if self._is_asleep:
+            answer = await self._ask("rose_wake")
+            self._is_asleep = False
+            if answer["is_stale"]:
+                await self._fence()
+        return Woken(**answer, version=self._version, wake_s=time.perf_counter() - start_s)
+
     async def set_kv_budget(self, num_tokens: int) -> int:
         """Set the KV budget in engine tokens; returns the one in force. See ``SupportsKvBudget``."""
         return int(await self._ask("rose_set_kv_budget", num_tokens))
@@ -237,6 +293,7 @@ class VllmDriver(ServingEngine):
 
     async def weight_checksums(self) -> Mapping[str, str]:
         """Return checkpoint tensor name -> xxh3_128. See ``SupportsWeightChecksums``."""
+        self._check_awake()
         return dict(await self._ask("rose_weight_checksums"))
 
     async def target_layout(self) -> TargetLayout:
@@ -251,6 +308,7 @@ class VllmDriver(ServingEngine):
         Raises:
             LayoutMismatchError: The workers do not hold one copy of the weights together.
         """
+        self._check_awake()
         layout = TargetLayout.from_json(await self._ask("rose_target_layout"))
         ranks = [
             [(name, ShardSpec(offset=tuple(o), shape=tuple(s)), (a, b)) for name, o, s, (a, b) in rows]
@@ -260,6 +318,7 @@ class VllmDriver(ServingEngine):
 
     async def vllm_checksums(self) -> Mapping[str, str]:
         """Return vLLM's own digests of the live parameters, fused and padded as they are."""
+        self._check_awake()
         merged: dict[str, str] = {}
         for digests in await self._call("compute_weight_checksums"):
             merged |= digests

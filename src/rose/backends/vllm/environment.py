@@ -17,8 +17,8 @@ _ALWAYS = {
 _ON_CPU = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 
-def prepare_environment(*, is_offline: bool = False) -> None:
-    """Set what ROSE's engines need in ``os.environ``, only where it is unset. Call before vLLM is imported.
+def engine_environment(*, is_offline: bool = False) -> dict[str, str]:
+    """Return the variables that ROSE's engines need, for a process of vLLM's own that is about to be started.
 
     Args:
         is_offline: The model is on disk, so that no hub needs to be asked.
@@ -26,9 +26,16 @@ def prepare_environment(*, is_offline: bool = False) -> None:
     settings = dict(_ALWAYS)
     if is_cpu_build():
         settings |= _ON_CPU
-    if is_offline:
-        settings["HF_HUB_OFFLINE"] = "1"
-    for name, value in settings.items():
+    return settings | ({"HF_HUB_OFFLINE": "1"} if is_offline else {})
+
+
+def prepare_environment(*, is_offline: bool = False) -> None:
+    """Set what ROSE's engines need in ``os.environ``, only where it is unset. Call before vLLM is imported.
+
+    Args:
+        is_offline: The model is on disk, so that no hub needs to be asked.
+    """
+    for name, value in engine_environment(is_offline=is_offline).items():
         os.environ.setdefault(name, value)
 
 

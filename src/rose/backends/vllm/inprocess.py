@@ -35,6 +35,7 @@ from rose.types import EngineRequest, FinishReason, RequestId, TokenChunk
 
 _STEP_LOCK = threading.RLock()
 _IDLE_STEP_S = 0.001
+_IDLE_POLL_S = 0.05
 _OPEN: set[int] = set()
 _CLOSED: list[Any] = []
 
@@ -110,10 +111,11 @@ class InProcessVllmEngine(VllmDriver):
             while True:
                 is_busy = self._llm is not None and self._core.scheduler.has_requests()
                 while not is_busy or not self._jobs.empty():
-                    job = self._jobs.get()
-                    if job is None:
-                        return
-                    self._do_job(job)
+                    with contextlib.suppress(queue.Empty):  # a look at the budget from time to time
+                        job = self._jobs.get(timeout=_IDLE_POLL_S)
+                        if job is None:
+                            return
+                        self._do_job(job)
                     is_busy = self._llm is not None and self._core.scheduler.has_requests()
                 self._step()
         except Exception as error:  # noqa: BLE001 - the thread's root

@@ -9,6 +9,9 @@ import threading
 import time
 from multiprocessing import connection
 
+LIFELINE = "ROSE_LIFELINE"
+"""An environment variable: where it is set, an engine process is tied from its first moment on, not only once it serves."""
+
 _GRACE_S = 10.0
 
 

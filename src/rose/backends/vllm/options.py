@@ -33,6 +33,8 @@ class VllmOptions:
         tensor_parallel_size: Number of devices that the model is cut over.
         is_priority_scheduled: Order requests by ``EngineRequest.priority`` (lower first) instead of arrival.
         has_prefix_cache: Keep the KV of prompts for later requests.
+        park_directory: Where the weights of a sleeping engine on a CPU are kept; ``None`` is the system's folder for temporary
+            files. It should not be one that is kept in memory.
         rose: Settings of ``RoseScheduler`` (``additional_config["rose"]``); empty for a plain engine.
         scheduler_cls: Import path of the scheduler; ``None`` is vLLM's own.
         engine_args: Further ``vllm.EngineArgs`` fields; they win over the rest.
@@ -51,6 +53,7 @@ class VllmOptions:
     tensor_parallel_size: int = attrs.field(default=1, validator=v.gt(0))
     is_priority_scheduled: bool = False
     has_prefix_cache: bool = True
+    park_directory: str | None = None
     rose: Mapping[str, Any] = attrs.field(factory=dict)
     scheduler_cls: str | None = ROSE_SCHEDULER
     engine_args: Mapping[str, Any] = attrs.field(factory=dict)

@@ -28,7 +28,7 @@ def install() -> None:
     _keep_experts()
 
 
-def _is_rose_engine() -> bool:
+def is_rose_engine() -> bool:
     """Return whether the engine whose model is being loaded takes its updates from ROSE."""
     from vllm.config import get_current_vllm_config_or_none  # noqa: PLC0415 - heavy
 
@@ -43,7 +43,7 @@ def _keep_linears() -> None:
     prepack = utils.dispatch_cpu_unquantized_gemm
 
     def dispatch(layer: Any, remove_weight: bool) -> None:  # noqa: FBT001 - vLLM's signature
-        if _is_rose_engine():
+        if is_rose_engine():
             layer.cpu_linear = functional.linear
         else:
             prepack(layer, remove_weight)
@@ -57,7 +57,7 @@ def _keep_experts() -> None:
     prepack, compute = CPUUnquantizedExperts.process_weights_after_loading, CPUUnquantizedExperts.apply
 
     def process_weights_after_loading(experts: Any, layer: Any) -> None:
-        experts.rose_is_plain = experts.moe_config.activation.value in _ACTIVATIONS and _is_rose_engine()
+        experts.rose_is_plain = experts.moe_config.activation.value in _ACTIVATIONS and is_rose_engine()
         if not experts.rose_is_plain:
             prepack(experts, layer)
 

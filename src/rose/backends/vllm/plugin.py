@@ -2,7 +2,7 @@
 
 Most of those processes have nothing to do with ROSE, so registering only adds: methods to ``EngineCore``, a name to
 vLLM's weight-transfer registry, a guard against a start-up crash beside numba, on CPUs seeded sampling of chunked prompts,
-and a choice of plain weights on CPUs (linears and experts) that takes effect for engines with
+and on CPUs plain weights (linears and experts) and KV memory in large pages, both of which take effect for engines with
 ``WeightTransferConfig(backend="rose")`` alone.
 """
 
@@ -15,6 +15,8 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
+from rose.backends.vllm.lifeline import LIFELINE, tie_to_parent
+
 
 def register() -> None:
     """Register everything, once a process. Silent; safe to call again."""
@@ -22,7 +24,7 @@ def register() -> None:
     from vllm.platforms import current_platform  # noqa: PLC0415 - heavy
     from vllm.v1.engine.core import EngineCore  # noqa: PLC0415 - heavy
 
-    from rose.backends.vllm import cpu_generators, plain_weights  # noqa: PLC0415 - only in vLLM processes
+    from rose.backends.vllm import cpu_generators, kv_memory, plain_weights  # noqa: PLC0415 - only in vLLM processes
     from rose.backends.vllm.utilities import UTILITIES  # noqa: PLC0415 - only in vLLM processes
 
     if "rose" in WeightTransferEngineFactory._registry:  # noqa: SLF001 - there is no public look-up
@@ -32,12 +34,15 @@ def register() -> None:
     )
     for utility in UTILITIES:
         setattr(EngineCore, utility.__name__, utility)
+    if os.environ.get(LIFELINE):
+        tie_to_parent()
     if os.environ.get("VLLM_LOGGING_LEVEL") in ("ERROR", "CRITICAL"):
         logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # warns at every start without Triton
     _guard_module_walk()
     if current_platform.is_cpu():
         plain_weights.install()
         cpu_generators.install()
+        kv_memory.install()
 
 
 def _guard_module_walk() -> None:

@@ -6,6 +6,7 @@ Invariants:
 * An evicted request's tokens have all been delivered; its stream ends with finish reason ``abort`` and stop reason
   ``rose:evicted`` (``rose:refused`` where it could never fit), and the engine stays awake until that is sent.
 * Blocks in use plus blocks held back never exceed the pool; budgets only change between steps.
+* Asleep, the engine holds no request and no block; a request that comes all the same ends at once as evicted.
 * A closed gate never blocks the engine loop for long: it makes empty steps, so that aborts and remote calls are served.
 
 Life cycle of a step: ``schedule`` applies the budget, asks the governor (``rose.coserving.executor``), builds the batch
@@ -16,8 +17,9 @@ the ledger and gives the turn back.
 from __future__ import annotations
 
 import queue
+import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import attrs
@@ -28,15 +30,18 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreReques
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import Request, RequestStatus
 
-from rose.backends.paging import give_back
-from rose.backends.vllm.kv_blocks import HeldBlocks
+from rose.backends.cuda import LimitedBlocks
+from rose.backends.vllm.kv_blocks import HeldBlocks, HoldPages
 from rose.backends.vllm.lifeline import tie_to_parent
 from rose.backends.vllm.step_control import open_control, read_settings
 from rose.backends.vllm.streams import EVICTED, REFUSED
 from rose.policies.memory import Admission, KvHolder, admits, choose_victims
 
+IDLE_POLL_S = 0.05
+"""How often an idle borrowed engine looks at its budget."""
+
 _CLOSED_POLL_S = 2e-3
-_DRAINABLE = (EngineCoreRequestType.ADD, EngineCoreRequestType.ABORT)
+_DRAINABLE = (EngineCoreRequestType.ADD, EngineCoreRequestType.ABORT, EngineCoreRequestType.WAKEUP)
 
 
 class RoseScheduler(Scheduler):  # type: ignore[misc] # vLLM is untyped here
@@ -49,12 +54,18 @@ class RoseScheduler(Scheduler):  # type: ignore[misc] # vLLM is untyped here
         self.settings = read_settings((self.vllm_config.additional_config or {}).get("rose", {}))
         self.num_evicted = 0
         self._core: Any = None
-        self._held = HeldBlocks(self.kv_cache_manager.block_pool)
         self._parting: list[tuple[int, EngineCoreOutput]] = []
         self._admitted_order: dict[str, int] = {}
-        self._num_admitted = 0
+        self._num_admitted = self._num_prompt_tokens = self._num_cached_tokens = 0
         self._is_gate_open = True
+        self._is_asleep = False
+        self._is_shut_down = threading.Event()
+        self._held: HeldBlocks | LimitedBlocks = HeldBlocks(self.kv_cache_manager.block_pool)
+        self._budget_blocks = self._held.num_blocks
         self.control = open_control(self.settings, self)
+        limiter = getattr(getattr(self.control.governor, "device", None), "kv_limiter", None)
+        if limiter is not None:
+            self._held = LimitedBlocks(self.kv_cache_manager.block_pool, limiter, _block_bytes(self.kv_cache_config))
         _watch_inputs()
 
     # -- one step
@@ -62,7 +73,7 @@ class RoseScheduler(Scheduler):  # type: ignore[misc] # vLLM is untyped here
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         """Build the next step, or an empty one while the gate is closed, the clock frozen or nothing is ready."""
         self._follow_budget()
-        if self.pause_state == PauseState.PAUSED_ALL or not self.has_unfinished_requests():
+        if self._is_asleep or self.pause_state == PauseState.PAUSED_ALL or not self.has_unfinished_requests():
             out = super().schedule(*args, **kwargs)
         elif not self._is_gate_open:
             time.sleep(_CLOSED_POLL_S)
@@ -75,6 +86,8 @@ class RoseScheduler(Scheduler):  # type: ignore[misc] # vLLM is untyped here
         self.control.begin(self, out.num_scheduled_tokens)
         for data in out.scheduled_new_reqs:
             self._num_admitted += 1
+            self._num_prompt_tokens += len(data.prompt_token_ids or ())
+            self._num_cached_tokens += data.num_computed_tokens
             self._admitted_order.setdefault(data.req_id, self._num_admitted)
         return out
 
@@ -107,8 +120,10 @@ class RoseScheduler(Scheduler):  # type: ignore[misc] # vLLM is untyped here
     def add_request(self, request: Request) -> None:
         """Take a request over; one that can never fit the device's memory is refused at once."""
         super().add_request(request)
-        self.control.note_admitted(request.request_id)
-        if self._blocks_at_most(request) > self._possible_blocks():
+        self.control.note_admitted(request)
+        if self._is_asleep:
+            self._part([request.request_id], EVICTED)
+        elif self._blocks_at_most(request) > self._possible_blocks():
             self._part([request.request_id], REFUSED)
 
     def finish_requests(self, *args: Any, **kwargs: Any) -> list[Request]:
@@ -116,6 +131,7 @@ class RoseScheduler(Scheduler):  # type: ignore[misc] # vLLM is untyped here
         finished: list[Request] = super().finish_requests(*args, **kwargs)
         for request in finished:
             self._admitted_order.pop(request.request_id, None)
+            self.control.note_aborted(request.request_id)
         return finished
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
@@ -123,8 +139,21 @@ class RoseScheduler(Scheduler):  # type: ignore[misc] # vLLM is untyped here
         return super()._free_request(request, *args, **kwargs)
 
     def has_requests(self) -> bool:
-        """Stay awake until the outputs of evicted requests are sent."""
-        return bool(self._parting) or bool(super().has_requests())
+        """Stay awake until the outputs of evicted requests are sent. An idle engine follows its budget when it is asked."""
+        if self._parting or super().has_requests():
+            return True
+        self._follow_budget()
+        return bool(self._parting)
+
+    def keep_following(self, core: Any) -> None:
+        """Have the step loop of a borrowed engine look at its budget every so often, also when it has nothing to do."""
+        if self.settings.role == "rollout" and hasattr(core, "input_queue"):
+            threading.Thread(target=self._wake_loop, args=(core.input_queue,), name="rose-idle", daemon=True).start()
+
+    def _wake_loop(self, inputs: queue.Queue[Any]) -> None:
+        while not self._is_shut_down.wait(IDLE_POLL_S):
+            if inputs.empty():
+                inputs.put((EngineCoreRequestType.WAKEUP, None))
 
     def _part(self, request_ids: Iterable[str], stop_reason: str) -> None:
         """End requests with what they have; their clients hear of it with the next outputs."""
@@ -157,30 +186,52 @@ class RoseScheduler(Scheduler):  # type: ignore[misc] # vLLM is untyped here
         """Tokens of the budget in force."""
         return (self._held.num_blocks - self._held.num_held) * int(self.block_size)
 
-    def attach_kv_tensors(self, tensors: Sequence[Any]) -> None:
-        """Hand over the KV tensors, so that blocks held back return their memory (CPU tensors only)."""
-        self._held.attach([tensor for tensor in tensors if tensor.device.type == "cpu"], give_back)
+    def attach_kv_pages(self, hold_pages: HoldPages, *, group_blocks: int) -> None:
+        """Let blocks that are held back return their memory; see ``HeldBlocks.attach``."""
+        self._held.attach(hold_pages, group_blocks=group_blocks)
 
     def set_kv_budget_tokens(self, num_tokens: int) -> int:
         """Set the KV budget at once. Requests over it are evicted, youngest first. Call between steps.
 
         Returns:
-            The budget in force: ``num_tokens`` rounded down to whole blocks, at most the pool.
+            The budget in force: ``num_tokens`` rounded down to whole blocks, at most the pool; asleep, from the waking on.
         """
         num_blocks = max(0, min(num_tokens // int(self.block_size), self._held.num_blocks))
+        self._budget_blocks = num_blocks
+        if self._is_asleep:
+            return num_blocks * int(self.block_size)
         num_missing = self._held.resize(self._held.num_blocks - num_blocks)
         if num_missing:
             self._part(choose_victims(self._holders(), num_missing), EVICTED)
             self._held.resize(self._held.num_blocks - num_blocks)
         return self.kv_budget_tokens
 
+    def fall_asleep(self) -> int:
+        """End all requests as evicted and give all KV pages back. Call between steps.
+
+        Returns:
+            How many requests ended.
+        """
+        self._is_asleep = True
+        num_requests = len(self.requests)
+        self._part(list(self.requests), EVICTED)
+        self._held.hold_every_page()
+        return num_requests
+
+    def wake(self) -> None:
+        """Take requests again, with the budget of before."""
+        self._is_asleep = False
+        self._held.resize(self._held.num_blocks - self._budget_blocks)
+
     def _follow_budget(self) -> None:
         """Do what the lender and the memory policy say, between steps."""
-        if self.control.is_drained:
-            if self.requests:
-                self._part(list(self.requests), EVICTED)
-        elif (budget := self.control.kv_budget_tokens()) is not None and budget != self.kv_budget_tokens:
+        if self._is_asleep:
+            return
+        if self.control.is_drained and self.requests:
+            self._part(list(self.requests), EVICTED)
+        if (budget := self.control.kv_budget_tokens()) is not None and budget != self.kv_budget_tokens:
             self.set_kv_budget_tokens(budget)
+        self._held.settle()
 
     def _holders(self) -> list[KvHolder]:
         """Return running requests with the blocks that only they hold (shared prefixes free nothing)."""
@@ -259,8 +310,11 @@ class RoseScheduler(Scheduler):  # type: ignore[misc] # vLLM is untyped here
             "kv_budget_tokens": self.kv_budget_tokens,
             "kv_given_bytes": self._held.num_bytes_given,
             "num_evicted": self.num_evicted,
+            "num_prompt_tokens": self._num_prompt_tokens,  # of requests that started
+            "num_cached_tokens": self._num_cached_tokens,  # of these, found in the prefix cache
             "is_paused": self.pause_state != PauseState.UNPAUSED,
             "is_gate_open": self._is_gate_open,
+            "is_asleep": self._is_asleep,
             "is_frozen": governor is not None and governor.is_frozen,
             "hold": None if hold is None else hold.value,
         }
@@ -280,6 +334,7 @@ class RoseScheduler(Scheduler):  # type: ignore[misc] # vLLM is untyped here
 
     def shutdown(self) -> None:
         """Give the device up, then shut vLLM's scheduler down."""
+        self._is_shut_down.set()
         self.control.close()
         super().shutdown()
 
@@ -287,6 +342,11 @@ class RoseScheduler(Scheduler):  # type: ignore[misc] # vLLM is untyped here
         """[INPUT THREAD] Note that a request reached the process; ``core`` is the engine core that owns the inputs."""
         self._core = core
         self.control.note_arrival(request_id)
+
+
+def _block_bytes(config: Any) -> int:
+    """Return the bytes of a block over all layers."""
+    return int(max(tensor.size for tensor in config.kv_cache_tensors)) // int(config.num_blocks)
 
 
 def _watch_inputs() -> None:

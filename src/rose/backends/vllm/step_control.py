@@ -5,12 +5,13 @@ Settings are the table ``rose`` of vLLM's ``additional_config``; see ``RoseSetti
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any, Literal
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal, cast
 
 import attrs
 from attrs import validators as v
 
+from rose.backends.gang import GangDevice
 from rose.backends.host import HostDevice
 from rose.backends.paced import PacedClock, PacedDevice, profile_named
 from rose.config import load
@@ -19,13 +20,14 @@ from rose.coserving.executor import (
     RolloutGovernor,
     ServingGovernor,
     ServingLoad,
+    StepClock,
     StepGovernor,
 )
 from rose.coserving.ledger import Ledger
 from rose.coserving.step_log import StepLog
 from rose.errors import ConfigError
 from rose.interfaces.device import StepWork
-from rose.policies.admission import AdmissionConfig
+from rose.policies.admission import AdmissionConfig, Role
 from rose.policies.compute import ChunkConfig, StepShape, device_turns, fit_chunk
 from rose.policies.memory import MemoryConfig
 
@@ -36,14 +38,15 @@ class DeviceSettings:
 
     Attributes:
         kind: ``paced`` (needs ``clock`` and ``profile``) or ``host``.
-        path: The device's file; engines with the same path share the device.
+        path: The device's file; engines with the same path share the device. A list for an engine over several devices, as many
+            as its tensor-parallel ranks.
         clock: The paced clock's file.
         profile: ``gpu:model``, see ``rose.backends.paced.PROFILES``.
         tokens_per_token: Modelled tokens that one token of the real engine stands for.
     """
 
     kind: Literal["paced", "host"]
-    path: str
+    path: str | tuple[str, ...]
     clock: str | None = None
     profile: str | None = None
     tokens_per_token: int = attrs.field(default=1, validator=v.ge(1))
@@ -56,7 +59,7 @@ class RoseSettings:
     Attributes:
         role: ``alone``: the device is this engine's; ``serving``: it owns a shared one; ``rollout``: it borrows it.
         device: Without one the engine is not paced, gated or shared; its KV budget can still be set.
-        ledger: The shared device's ledger file.
+        ledger: The shared device's ledger file; a list for an engine over several devices, in the order of their paths.
         admission: The SLO and how it is spent. The mode in force is the lender's, in the ledger.
         memory: How the device's KV memory is shared; without it budgets move only by ``set_kv_budget_tokens``.
         chunk: Bounds of prefill chunks of rollout and dedicated engines.
@@ -66,7 +69,7 @@ class RoseSettings:
 
     role: Literal["alone", "serving", "rollout"] = "alone"
     device: DeviceSettings | None = None
-    ledger: str | None = None
+    ledger: str | tuple[str, ...] | None = None
     admission: AdmissionConfig = attrs.field(factory=AdmissionConfig)
     memory: MemoryConfig | None = None
     chunk: ChunkConfig = attrs.field(factory=ChunkConfig)
@@ -84,6 +87,12 @@ def read_settings(table: Mapping[str, Any]) -> RoseSettings:
     device = settings.device
     if settings.role != "alone" and (device is None or settings.ledger is None):
         message = f"rose.role = {settings.role!r} shares a device: set rose.device and rose.ledger"
+        raise ConfigError(message)
+    if device is not None and settings.ledger is not None and len(_many(device.path)) != len(_many(settings.ledger)):
+        message = (
+            f"rose.device.path names {len(_many(device.path))} devices and rose.ledger {len(_many(settings.ledger))} "
+            "ledgers; give each device its own ledger"
+        )
         raise ConfigError(message)
     if device is not None and device.kind == "paced" and (device.clock is None or device.profile is None):
         message = f"rose.device {device.path} is paced: set rose.device.clock and rose.device.profile"
@@ -127,36 +136,45 @@ def open_control(settings: RoseSettings, scheduler: Any) -> StepControl:
     if settings.device is None:
         return StepControl()
     device = open_device(settings.device)
+    clock = cast("StepClock", device.clock)
     timing, log = settings.timing, StepLog(1_000_000 if settings.log_steps else 0)
-    if isinstance(device, PacedDevice):
-        timing = attrs.evolve(timing, host_gap_s=device.profile.host_gap_s)
+    if settings.device.profile is not None:
+        timing = attrs.evolve(timing, host_gap_s=profile_named(settings.device.profile).host_gap_s)
     if settings.role == "alone":
-        return DeviceControl(settings, StepGovernor(device, device.clock, timing, log))
-    ledger = Ledger.attach(settings.ledger or "")
+        return DeviceControl(settings, StepGovernor(device, clock, timing, log))
+    ledgers = [Ledger.attach(path) for path in _many(settings.ledger or ())]
     if settings.role == "rollout":
         rollout = RolloutGovernor(
-            device, device.clock, timing, log, ledger=ledger, admission=settings.admission, memory=settings.memory
+            device, clock, timing, log, ledgers=ledgers, admission=settings.admission, memory=settings.memory
         )
         return RolloutControl(settings, rollout)
     pool_bytes = scheduler.num_kv_tokens * token_bytes(settings.device)
     serving = ServingGovernor(
         device,
-        device.clock,
+        clock,
         timing,
         log,
-        ledger=ledger,
+        ledgers=ledgers,
         admission=settings.admission,
         chunk_tokens=scheduler.max_num_scheduled_tokens,
-        kv_pool_bytes=settings.memory.pool_bytes if settings.memory else pool_bytes,
+        kv_pool_bytes=settings.memory.pool_bytes if settings.memory else pool_bytes / len(ledgers),
     )
     return ServingControl(settings, serving)
 
 
-def open_device(settings: DeviceSettings) -> PacedDevice | HostDevice:
-    """Open a device by its settings."""
+def _many(paths: str | Sequence[str]) -> tuple[str, ...]:
+    return (paths,) if isinstance(paths, str) else tuple(paths)
+
+
+def open_device(settings: DeviceSettings) -> PacedDevice | HostDevice | GangDevice:
+    """Open a device by its settings; a gang where it names several."""
+    paths = _many(settings.path)
     if settings.kind == "host":
-        return HostDevice(settings.path)
-    return PacedDevice(settings.path, settings.profile or "", PacedClock(settings.clock or ""))
+        hosts = [HostDevice(path) for path in paths]
+        return hosts[0] if len(hosts) == 1 else GangDevice(hosts)
+    clock = PacedClock(settings.clock or "")
+    paced = [PacedDevice(path, settings.profile or "", clock) for path in paths]
+    return paced[0] if len(paced) == 1 else GangDevice(paced)
 
 
 def token_bytes(settings: DeviceSettings) -> int:
@@ -189,8 +207,11 @@ class StepControl:
     def note_lost(self, request_id: str) -> None:
         """Called on the input thread when such a request could not be read."""
 
-    def note_admitted(self, request_id: str) -> None:
+    def note_admitted(self, request: Any) -> None:
         """Called when the scheduler took a request over."""
+
+    def note_aborted(self, request_id: str) -> None:
+        """Called when a request ended from outside."""
 
     def kv_budget_tokens(self) -> int | None:
         """Return the KV budget that the memory policy sets, in engine tokens; ``None``: leave it alone."""
@@ -263,23 +284,41 @@ class DeviceControl(StepControl):
         if self._governor.is_frozen:
             scheduler.max_num_scheduled_tokens = self._chunk_cap
             return decodes
-        chunk = self._chunk_tokens = fit_chunk(config, decodes, self._governor.device.predict_s)
+        done = [request.num_computed_tokens for request in scheduler.running if request.is_prefill_chunk]
+        context = max(done, default=0) * self._scale
+        chunk = self._chunk_tokens = fit_chunk(config, decodes, self._governor.expected_s, context_tokens=context)
         scheduler.max_num_scheduled_tokens = min(self._chunk_cap, len(contexts) + chunk)
         if len(contexts) == len(scheduler.running) and not scheduler.get_request_counts()[1]:
             return decodes
-        return attrs.evolve(decodes, num_prefill_tokens=chunk, prefill_positions=chunk**2 / 2)
+        return attrs.evolve(decodes, num_prefill_tokens=chunk, prefill_positions=chunk * (context + chunk / 2))
 
 
 class ServingControl(DeviceControl):
     """The engine that owns a shared device. Its chunk is vLLM's own; its state goes to the ledger."""
 
+    def __init__(self, settings: RoseSettings, governor: StepGovernor) -> None:
+        """Control serving's steps; on a decode device prompts come computed."""
+        super().__init__(settings, governor)
+        self._is_decode = settings.admission.role is Role.DECODE
+        self._has_turn = False
+
     def may_step(self, scheduler: Any) -> bool:
-        """Wait for the turn, then take in the prompts that came meanwhile."""
-        return bool(self._governor.ask_serving(scheduler.drain_inputs))
+        """Wait for the turn, then take in the prompts that came meanwhile. Waiting for KV alone takes no turn."""
+        if self._is_decode and not self._governor.is_frozen and not _wants_device(scheduler):
+            self._has_turn = False
+            return True
+        self._has_turn = bool(self._governor.ask_serving(scheduler.drain_inputs))
+        return self._has_turn
+
+    def begin(self, scheduler: Any, num_scheduled_tokens: Mapping[str, int]) -> None:
+        """Charge the step; a prompt whose KV did not come may want a turn only now."""
+        if num_scheduled_tokens and not self._has_turn and not self._governor.is_frozen:
+            self._governor.take_turn()
+        super().begin(scheduler, num_scheduled_tokens)
 
     def publish(self, scheduler: Any) -> None:
         """Publish serving's load before the turn is given back."""
-        self._governor.publish(serving_load(scheduler, self.token_bytes or 1))
+        self._governor.publish(serving_load(scheduler, self.token_bytes or 1, is_decode=self._is_decode))
         self._governor.release()
 
     def note_arrival(self, request_id: str) -> None:
@@ -290,17 +329,28 @@ class ServingControl(DeviceControl):
         """Take back a count."""
         self._governor.note_lost(request_id)
 
-    def note_admitted(self, request_id: str) -> None:
+    def note_admitted(self, request: Any) -> None:
         """Move the prompt from arrived to waiting."""
-        self._governor.note_admitted(request_id)
+        self._governor.note_admitted(request.request_id, request.num_prompt_tokens, slo_class(request))
+
+    def note_aborted(self, request_id: str) -> None:
+        """Forget a request that its client gave up."""
+        self._governor.note_aborted(request_id)
 
 
 class RolloutControl(DeviceControl):
     """The engine that borrows a shared device."""
 
+    _num_tokens = 0
+
+    def begin(self, scheduler: Any, num_scheduled_tokens: Mapping[str, int]) -> None:
+        """Charge the step's turns and count its tokens, prompt tokens included, as modelled."""
+        self._num_tokens += sum(num_scheduled_tokens.values()) * self._scale
+        super().begin(scheduler, num_scheduled_tokens)
+
     def may_step(self, scheduler: Any) -> bool:
         """Ask the gate; the chunk is sized so that serving never waits longer than its bound, unless nothing is gated."""
-        chunk = self._chunk if self._governor.is_gated else attrs.evolve(self._chunk, max_step_s=float("inf"))
+        chunk = self._chunk if self._governor.bounds_chunks else attrs.evolve(self._chunk, max_step_s=float("inf"))
         first = self._limit_chunk(scheduler, chunk)
         return bool(self._governor.ask_rollout(first, scheduler.drain_inputs))
 
@@ -312,6 +362,7 @@ class RolloutControl(DeviceControl):
             num_waiting=num_waiting,
             kv_used_bytes=scheduler.num_kv_tokens_used * (self.token_bytes or 1),
             num_evicted=scheduler.num_evicted,
+            num_tokens=self._num_tokens,
         )
         self._governor.release()
 
@@ -331,15 +382,42 @@ class RolloutControl(DeviceControl):
         return bool(self._governor.is_lease_over())
 
 
-def serving_load(scheduler: Any, bytes_per_token: int) -> ServingLoad:
-    """Return serving's requests as the ledger wants them."""
+def slo_class(request: Any) -> str | None:
+    """Return the request class that a client named by the sampling parameter ``extra_args["slo_class"]`` (``vllm_xargs`` over HTTP)."""
+    parameters = getattr(request, "sampling_params", None)
+    name = (getattr(parameters, "extra_args", None) or {}).get("slo_class")
+    return name if isinstance(name, str) else None
+
+
+def _is_kv_awaited(scheduler: Any, request: Any) -> bool:
+    """Return whether a waiting request of a decode engine still lacks its prompt's KV, or has not asked for it yet."""
+    if request.status.name == "WAITING_FOR_REMOTE_KVS":
+        return request.request_id not in scheduler.finished_recving_kv_req_ids
+    return bool(request.status.name == "WAITING" and request.num_computed_tokens == 0)
+
+
+def _wants_device(scheduler: Any) -> bool:
+    waiting = (*scheduler.waiting, *scheduler.kv_holding_waiting)
+    return bool(scheduler.running) or not all(_is_kv_awaited(scheduler, request) for request in waiting)
+
+
+def serving_load(scheduler: Any, bytes_per_token: int, *, is_decode: bool = False) -> ServingLoad:
+    """Return serving's requests as the ledger wants them.
+
+    Args:
+        scheduler: vLLM's.
+        bytes_per_token: KV bytes of a token, modelled.
+        is_decode: Prompts are computed elsewhere: those whose KV is here need the device next, the others do not.
+    """
     running: Iterable[Any] = scheduler.running
     decoding = [request for request in running if request.num_computed_tokens >= request.num_prompt_tokens]
     prefilling = [request for request in running if request.num_computed_tokens < request.num_prompt_tokens]
     waiting = [*scheduler.waiting, *scheduler.kv_holding_waiting, *prefilling]
+    ready = [request for request in waiting if not _is_kv_awaited(scheduler, request)] if is_decode else []
     return ServingLoad(
-        num_running=len(decoding) + len(prefilling),
+        num_running=len(decoding) + len(ready if is_decode else prefilling),
         waiting_ids=tuple(request.request_id for request in waiting),
+        ready_ids=tuple(request.request_id for request in ready),
         decoding=[(request.request_id, request.num_output_tokens) for request in decoding],
         decode_context_tokens=sum(request.num_computed_tokens for request in decoding),
         kv_used_bytes=scheduler.num_kv_tokens_used * bytes_per_token,

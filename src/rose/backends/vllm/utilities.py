@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from rose.backends.vllm import device_sleep
 from rose.backends.vllm.lifeline import tie_to_parent
 from rose.backends.vllm.wire import answers, unwrap
 from rose.errors import EngineError, EngineFencedError
@@ -24,15 +25,31 @@ def rose_init(self: Any, version: str | None) -> dict[str, int]:
         unwrap(answer)
     if version is not None:
         self.set_weight_version(version)
-    worker = getattr(self.model_executor, "driver_worker", None)
-    attach = getattr(self.scheduler, "attach_kv_tensors", None)
-    if worker is not None and attach is not None:
-        attach(list(worker.worker.model_runner.kv_caches))
+    _attach_pages(self)
+    keep_following = getattr(self.scheduler, "keep_following", None)
+    if keep_following is not None:
+        keep_following(self)
     config = self.vllm_config
     return {
         "vocab_size": config.model_config.get_vocab_size(),
         "max_model_len": config.model_config.max_model_len,
     }
+
+
+def _attach_pages(core: Any) -> None:
+    """Let blocks that the scheduler holds back give their pages to the operating system, in every worker."""
+    attach = getattr(core.scheduler, "attach_kv_pages", None)
+    if attach is None:
+        return
+    num_blocks = int(core.scheduler.kv_cache_manager.block_pool.num_gpu_blocks)
+    layouts = [unwrap(answer) for answer in core.collective_rpc("rose_attach_pages", args=(num_blocks,))]
+    if not any(layout["num_bytes"] for layout in layouts):
+        return  # memory of a device, which is not given block by block
+
+    def hold_pages(runs: Any) -> int:
+        return sum(unwrap(answer) for answer in core.collective_rpc("rose_hold_pages", args=(runs,)))
+
+    attach(hold_pages, group_blocks=max(layout["group_blocks"] for layout in layouts))
 
 
 @answers
@@ -126,6 +143,52 @@ def rose_set_kv_budget(self: Any, num_tokens: int) -> int:
 
 
 @answers
+def rose_sleep(self: Any, keeps_weights: bool, park_directory: str | None) -> dict[str, int]:  # noqa: FBT001 - as above
+    """End all requests as evicted and give KV pages and weights back; returns how many, and how many bytes.
+
+    Raises:
+        EngineError: The weights could not be parked; the engine is awake.
+        BackendUnavailableError: vLLM's own sleep mode is needed and was not enabled.
+    """
+    fall_asleep, is_host = _scheduler_method(self, "fall_asleep"), _is_host(self)
+    if not is_host:
+        device_sleep.check(self)
+    num_evicted = fall_asleep()
+    try:
+        if is_host:
+            parked = self.collective_rpc("rose_park", args=(keeps_weights, park_directory))
+            weights_bytes = sum(unwrap(answer) for answer in parked)
+        else:
+            weights_bytes = device_sleep.sleep(self, keeps_weights=keeps_weights)
+    except EngineError:
+        if is_host:
+            self.collective_rpc("rose_unpark")  # those that had parked
+        self.scheduler.wake()
+        raise
+    given_bytes = self.scheduler.rose_snapshot()["kv_given_bytes"]
+    return {"num_evicted": num_evicted, "released_bytes": weights_bytes + given_bytes}
+
+
+@answers
+def rose_wake(self: Any) -> dict[str, Any]:
+    """Bring weights and KV memory back; says how many bytes, and whether the weights are stale (and fenced)."""
+    if _is_host(self):
+        restored = [unwrap(answer) for answer in self.collective_rpc("rose_unpark")]
+    else:
+        restored = [device_sleep.wake(self)]
+    is_stale = None in restored
+    if is_stale:
+        for answer in self.collective_rpc("rose_fence"):
+            unwrap(answer)
+    _scheduler_method(self, "wake")()
+    return {"restored_bytes": sum(num_bytes or 0 for num_bytes in restored), "is_stale": is_stale}
+
+
+def _is_host(core: Any) -> bool:
+    return str(core.vllm_config.device_config.device_type) == "cpu"
+
+
+@answers
 def rose_set_gate(self: Any, is_open: bool) -> None:  # noqa: FBT001 - called by name over the wire
     """Open or close the step gate."""
     _scheduler_method(self, "set_gate")(is_open)
@@ -168,6 +231,8 @@ UTILITIES = (
     rose_weight_checksums,
     rose_weight_sums,
     rose_set_kv_budget,
+    rose_sleep,
+    rose_wake,
     rose_set_gate,
     rose_reset_prefix_cache,
     rose_pacing_report,

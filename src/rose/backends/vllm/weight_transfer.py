@@ -142,6 +142,10 @@ class RoseWeightTransferEngine(WeightTransferEngine[RoseInitInfo, RoseUpdateInfo
             message = f"the update failed while it was written: {error!r}"
             raise EngineFencedError(message) from error
 
+    def fence(self) -> None:
+        """Let the weights count as lost: only an anchor brings them to a version again."""
+        self._started.fence()
+
     def state(self) -> tuple[str | None, bool]:
         """Return the version's label, ``None`` when the weights are no published version, and whether they are fenced."""
         version = self._started.version

@@ -1,9 +1,11 @@
-"""What ROSE adds to vLLM's worker (``worker_extension_cls``): thin calls into its weight-transfer engine."""
+"""What ROSE adds to vLLM's worker (``worker_extension_cls``): thin calls into its weight-transfer engine and its memory."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+from rose.backends.paging import give_back
 from rose.backends.vllm.wire import activation_to_wire, answers, update_from_wire
 
 
@@ -11,11 +13,53 @@ class RoseWorkerExtension:
     """Mixed into the worker by vLLM; every method is reached by ``collective_rpc`` and answers with plain data."""
 
     weight_transfer_engine: Any
+    model_runner: Any
+    _rose_pages: Any
+    _rose_parked: Any
 
     @answers
     def rose_init(self, version: str | None) -> None:
         """Trace the model's loader and take the weights for ``version``."""
         self.weight_transfer_engine.init_transfer_engine(self.weight_transfer_engine.init_info_cls(version=version))
+
+    @answers
+    def rose_attach_pages(self, num_blocks: int) -> dict[str, int]:
+        """Look at the KV tensors; returns how many blocks share a page, and the bytes that can be given back (0 on a device)."""
+        from rose.backends.vllm.kv_memory import KvPages  # noqa: PLC0415 - torch
+
+        self._rose_pages = KvPages(self.model_runner.kv_caches, num_blocks, give_back)
+        return {"group_blocks": self._rose_pages.group_blocks, "num_bytes": self._rose_pages.num_bytes}
+
+    @answers
+    def rose_hold_pages(self, runs: Sequence[Sequence[int]]) -> int:
+        """Give the pages of held blocks back; returns the bytes that are with the operating system now."""
+        return int(self._rose_pages.hold(runs))
+
+    @answers
+    def rose_park(self, keeps_weights: bool, directory: str | None) -> int:  # noqa: FBT001 - called by name over the wire
+        """Give the memory of the weights back; returns its bytes."""
+        from rose.backends.vllm.parking import ParkedWeights  # noqa: PLC0415 - torch
+
+        self._rose_parked = ParkedWeights(self.model_runner.model, directory)
+        return int(self._rose_parked.park(keeps=keeps_weights))
+
+    @answers
+    def rose_unpark(self) -> int | None:
+        """Bring the weights back; returns their bytes, ``None`` when they are lost: they are fenced then."""
+        parked, self._rose_parked = getattr(self, "_rose_parked", None), None
+        num_bytes = 0 if parked is None else parked.restore()
+        if num_bytes is None:
+            self.weight_transfer_engine.fence()
+        return num_bytes
+
+    def rose_weight_bytes(self) -> int:
+        """Return the size of this worker's parameters."""
+        return sum(one.numel() * one.element_size() for one in self.model_runner.model.parameters())
+
+    @answers
+    def rose_fence(self) -> None:
+        """Let the weights count as lost."""
+        self.weight_transfer_engine.fence()
 
     @answers
     def rose_stage(self, update: dict[str, Any]) -> None:

@@ -10,12 +10,13 @@ from typing import Any, cast
 
 import pytest
 
-from rose.errors import RequestRefusedError
+from rose.errors import EngineBusyError, RequestRefusedError
 from rose.interfaces.serving import (
     PauseMode,
     ServingEngine,
     SupportsKvBudget,
     SupportsPrefixReset,
+    SupportsSleep,
     SupportsStepGate,
 )
 from rose.testing.contracts.streams import collect, reading, until
@@ -288,6 +289,28 @@ class EngineContract(WeightUpdateContract):
             finally:
                 await engine.set_gate(is_open=True)
             assert stream.token_ids == whole
+
+    async def test_asleep_nobody_waits_and_waking_serves_again(self) -> None:
+        """``SupportsSleep``: requests end as evicted with their tokens, none is taken asleep, and the version stays."""
+        async with self.engine() as engine:
+            if not isinstance(engine, SupportsSleep):
+                pytest.skip("the engine cannot sleep")
+            version = (await engine.snapshot()).weight_version
+            whole = (await collect(engine, self.request(self.long_tokens))).token_ids
+            try:
+                async with reading(engine, self.request(self.long_tokens)) as stream:
+                    await stream.has_tokens(2)
+                    await engine.sleep()
+                    await stream.finish()
+                with pytest.raises(EngineBusyError):
+                    await collect(engine, self.request(2))
+            finally:
+                woken = await engine.wake()
+            assert stream.finish_reason is FinishReason.EVICTED
+            assert stream.token_ids == whole[: len(stream.token_ids)], "sleep lost or repeated tokens"
+            assert not woken.is_stale
+            assert woken.version == version
+            await self.assert_serves(engine)
 
     async def test_a_prefix_reset_changes_no_answer(self) -> None:
         """``SupportsPrefixReset``: dropping cached prefixes costs time, never tokens."""

@@ -1,0 +1,1 @@
+"""Hosts: the processes that offer ROSE's parts to other processes and machines."""

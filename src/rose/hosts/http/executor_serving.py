@@ -1,0 +1,241 @@
+"""The serving engine beside an executor: started by it or not, it is never ended by it.
+
+Invariants:
+
+* A serving engine that the executor starts runs in a session of its own and writes its own pid file before it becomes the engine, so
+  neither the executor's death nor its timing can lose it; the next executor finds it by pid and start time and goes on with it.
+* Of one that died (its pid is free, another process's, or a zombie's) another is started, with growing waits.
+* The executor never ends a serving engine; ``stop`` does, when the operator asks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import logging
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import attrs
+
+from rose.backends.vllm.lifeline import LIFELINE
+from rose.coserving.ledger import Ledger
+from rose.errors import ConfigError, LedgerError
+from rose.hosts.http.executor_rollout import RestartConfig
+from rose.interfaces.clock import Clock
+
+_logger = logging.getLogger(__name__)
+PID_FILE, LOG_FILE, LOCK_FILE = "serving.pid", "serving.log", "executor.lock"
+_START_FIELD = 19  # of /proc/PID/stat, counted behind the name in parentheses
+_LOOK_S = 0.25
+_APPEAR_S = 5.0
+_STOP_POLL_S = 0.05
+_children: list[subprocess.Popen[bytes]] = []  # kept while they live, for they are meant to outlive whoever holds them
+# The shell becomes the engine by exec: same pid, same start time, and the file is there before anything can go wrong.
+_LAUNCH = 'IFS= read -r stat </proc/$$/stat && printf "%s\\n" "$stat" >"$0.new" && mv "$0.new" "$0" && exec "$@"'
+
+
+@attrs.frozen
+class ProcessName:
+    """A process for certain: its pid, and its start in the kernel's ticks since boot."""
+
+    pid: int
+    start: int
+
+    def is_running(self) -> bool:
+        """Return whether it is the process that has the pid now, and no zombie."""
+        return _parse_stat(_read(Path(f"/proc/{self.pid}/stat"))) == (self, True)
+
+
+def read_pid_file(path: Path) -> ProcessName | None:
+    """Return the process that a pid file names, running or not; ``None`` when there is no such file."""
+    found = _parse_stat(_read(path))
+    return None if found is None else found[0]
+
+
+def launch(
+    command: Sequence[str], pid_file: Path, log_file: Path, environment: Mapping[str, str]
+) -> subprocess.Popen[bytes]:
+    """Start a process in a session of its own; it writes its pid file itself and appends to its log.
+
+    Raises:
+        ConfigError: The log cannot be written.
+    """
+    try:
+        with log_file.open("ab") as log:
+            return subprocess.Popen(
+                ["/bin/sh", "-c", _LAUNCH, str(pid_file), *command],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env={**{name: value for name, value in os.environ.items() if name != LIFELINE}, **environment},
+            )
+    except OSError as error:
+        message = f"cannot start the serving engine: {error}"
+        raise ConfigError(message) from error
+
+
+@contextlib.contextmanager
+def locked(run_dir: Path) -> Iterator[None]:
+    """Keep other executors out of a folder, which is made where missing. The kernel gives the lock back when its holder dies.
+
+    Raises:
+        ConfigError: An executor has it, or the folder cannot be used.
+    """
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        lock = (run_dir / LOCK_FILE).open("a")
+    except OSError as error:
+        message = f"run_dir {run_dir} cannot be used: {error.strerror}"
+        raise ConfigError(message) from error
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            message = f"an executor runs in {run_dir}; end it first, or choose another run_dir"
+            raise ConfigError(message) from error
+        yield
+
+
+def stop(run_dir: Path, timeout_s: float = 30.0) -> bool:
+    """End the serving engine that an executor of ``run_dir`` started; returns whether there was one.
+
+    Its whole session gets SIGTERM, and SIGKILL when it has not ended in time.
+
+    Raises:
+        ConfigError: An executor is running there, which would start another.
+    """
+    with locked(run_dir):
+        return _end(run_dir, timeout_s)
+
+
+def _end(run_dir: Path, timeout_s: float) -> bool:
+    process = read_pid_file(run_dir / PID_FILE)
+    if process is None or not process.is_running():
+        return False
+    deadline_s = time.monotonic() + timeout_s
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGTERM)
+        while process.is_running() and time.monotonic() < deadline_s:
+            time.sleep(_STOP_POLL_S)
+        os.killpg(process.pid, signal.SIGKILL)
+    return True
+
+
+class ServingProcess:
+    """Watches one serving engine, and starts it where that is the executor's task.
+
+    Args:
+        ledgers: The ledgers of its devices.
+        clock: Their clock.
+        command: How it is started; nothing where somebody else does.
+        run_dir: Where its pid file and log are.
+        environment: Variables for it.
+        stale_s: From which age on a heartbeat is reported.
+        restart: When it is started again.
+        say: Told what happens, one line each.
+    """
+
+    def __init__(
+        self,
+        ledgers: Sequence[Ledger],
+        clock: Clock,
+        *,
+        command: Sequence[str],
+        run_dir: Path,
+        environment: Mapping[str, str] | None = None,
+        stale_s: float = 1.0,
+        restart: RestartConfig | None = None,
+        say: Callable[[str], None] = _logger.info,
+    ) -> None:
+        self._ledgers = tuple(ledgers)
+        self._clock = clock
+        self._command = tuple(command)
+        self._pid_file, self._log_file = run_dir / PID_FILE, run_dir / LOG_FILE
+        self._environment = environment or {}
+        self._stale_s = stale_s
+        self._restart = restart or RestartConfig()
+        self._say = say
+        self.num_starts = 0
+
+    @property
+    def heartbeat_age_s(self) -> float:
+        """Seconds of the device's clock since serving was last heard of, on the device where that is longest; ``inf``: never."""
+        try:
+            return max(self._clock.now() - ledger.serving().heartbeat_s for ledger in self._ledgers)
+        except LedgerError:
+            return float("inf")
+
+    @property
+    def problem(self) -> str | None:
+        """Why rollouts cannot trust serving now, or ``None``."""
+        age_s = self.heartbeat_age_s
+        if age_s <= self._stale_s:
+            return None
+        if age_s == float("inf"):
+            return "serving has no heartbeat in the ledger; rollouts stand still"
+        return f"serving's heartbeat is {age_s:.1f} s old; rollouts stand still"
+
+    async def wait_until_heard(self) -> None:
+        """Return once serving's heartbeat is fresh."""
+        while self.problem is not None:  # noqa: ASYNC110 - another process writes the ledger
+            await asyncio.sleep(_LOOK_S)
+
+    async def run(self) -> None:
+        """Start serving, and again whenever it died; for ever. Returns at once where that is somebody else's task."""
+        num_failures = 0
+        while self._command:
+            process = self._find() or await self._begin()
+            began_s = time.monotonic()
+            while process is not None and process.is_running():  # noqa: ASYNC110 - it may be another executor's child
+                await asyncio.sleep(_LOOK_S)
+            _children[:] = [child for child in _children if child.poll() is None]
+            is_well = time.monotonic() - began_s >= self._restart.well_s
+            num_failures = 1 if is_well else num_failures + 1
+            wait_s = self._restart.wait_s(num_failures)
+            self._say(f"the serving engine ended (see {self._log_file}); another start in {wait_s:g} s")
+            await asyncio.sleep(wait_s)
+
+    def _find(self) -> ProcessName | None:
+        process = read_pid_file(self._pid_file)
+        if process is None or not process.is_running():
+            return None
+        self._say(f"serving engine found: process {process.pid}")
+        return process
+
+    async def _begin(self) -> ProcessName | None:
+        """Start one; returns it once its pid file is there, ``None`` when it did not get that far."""
+        self._pid_file.unlink(missing_ok=True)
+        child = launch(self._command, self._pid_file, self._log_file, self._environment)
+        _children.append(child)
+        self.num_starts += 1
+        self._say(f"serving engine started: process {child.pid}, log in {self._log_file}")
+        give_up_s = time.monotonic() + _APPEAR_S
+        while (process := read_pid_file(self._pid_file)) is None:
+            if child.poll() is not None or time.monotonic() > give_up_s:
+                return None
+            await asyncio.sleep(_STOP_POLL_S)
+        return process
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def _parse_stat(text: str) -> tuple[ProcessName, bool] | None:
+    """Return the process of a line of ``/proc/PID/stat``, and whether it is alive; ``None`` for another text."""
+    head, found, rest = text.rpartition(")")
+    fields = rest.split()
+    pid = head.partition(" ")[0]
+    if not found or not pid.isdecimal() or len(fields) <= _START_FIELD or not fields[_START_FIELD].isdecimal():
+        return None
+    return ProcessName(int(pid), int(fields[_START_FIELD])), fields[0] not in {"Z", "X"}

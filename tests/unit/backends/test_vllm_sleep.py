@@ -1,0 +1,175 @@
+"""Parts of a sleeping engine: weights in a file, and vLLM's own sleep mode on a stand-in of its executor. No vLLM needed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from rose.backends.paging import HugeBuffer, give_back, reclaim_ms_per_gib, resident_bytes
+from rose.backends.vllm import device_sleep, parking, utilities
+from rose.backends.vllm.parking import ParkedWeights
+from rose.backends.vllm.wire import unwrap
+from rose.errors import BackendUnavailableError, EngineError
+
+
+@pytest.fixture
+def model() -> Any:
+    """A tied weight, a transposed view, a small bias and a buffer."""
+    model = torch.nn.Sequential(torch.nn.Linear(64, 512), torch.nn.Linear(64, 512, bias=False))
+    model[1].weight = model[0].weight
+    model.transposed = torch.nn.Parameter(torch.randn(300, 200).t())
+    model.register_buffer("table", torch.arange(5000))
+    return model
+
+
+def state(model: Any) -> list[Any]:
+    return [tensor.detach().clone() for tensor in (*model.parameters(), *model.buffers())]
+
+
+def is_same(model: Any, before: list[Any]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(state(model), before, strict=True))
+
+
+def test_parked_weights_come_back_bit_by_bit(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parking, "_PART_BYTES", 1000)
+    before = state(model)
+    parked = ParkedWeights(model, str(tmp_path))
+    assert parked.park(keeps=True) > 100_000
+    assert not is_same(model, before), "the memory was not given back"
+    assert torch.equal(model.table, before[-1]), "another engine of the process may use the same table"
+    assert parked.park(keeps=True) == 0, "parked already: what is there now must not be kept"
+    assert not list(tmp_path.iterdir()), "the file has no name that could be left behind"
+    assert parked.restore() == sum(t.untyped_storage().nbytes() for t in model.parameters())
+    assert is_same(model, before)
+    assert parked.restore() == 0
+
+
+def test_damaged_or_dropped_weights_are_said_to_be_lost(model: Any, tmp_path: Path) -> None:
+    parked = ParkedWeights(model, str(tmp_path))
+    parked.park(keeps=True)
+    assert parked._file is not None
+    parked._file.truncate(1000)
+    assert parked.restore() is None
+    parked.park(keeps=False)
+    assert parked.restore() is None
+    assert parked.restore() == 0
+
+
+def test_nothing_is_given_back_when_the_file_cannot_be_written(
+    model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = state(model)
+    with pytest.raises(EngineError, match=r"no-such.*park_directory"):
+        ParkedWeights(model, str(tmp_path / "no-such")).park(keeps=True)
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(parking, "_write_all", full)
+    with pytest.raises(EngineError, match="No space left"):
+        ParkedWeights(model, str(tmp_path)).park(keeps=True)
+    assert is_same(model, before)
+
+
+def test_a_buffer_takes_large_pages_and_gives_only_whole_ones() -> None:
+    buffer = HugeBuffer(3 << 20)
+    assert (buffer.address % (2 << 20), buffer.num_bytes) == (0, 4 << 20)
+    with buffer.view() as view:
+        view[:] = b"\x01" * len(view)
+    before = resident_bytes()
+    assert give_back(buffer.address + 1, (4 << 20) - 1, page_bytes=2 << 20) == 2 << 20
+    assert before - resident_bytes() > 1 << 20
+    with buffer.view() as view:
+        assert (view[0], view[(2 << 20) - 1], view[2 << 20], view[-1]) == (1, 1, 0, 0)
+
+
+def test_memory_that_does_not_leave_is_no_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter(range(100))
+    assert reclaim_ms_per_gib(8 << 20, num_rounds=3, clock=lambda: float(next(times))) == pytest.approx(128_000)
+    monkeypatch.setattr("rose.backends.paging.give_back", lambda *_, **__: 0)
+    with pytest.raises(EngineError, match="resident memory fell by"):
+        reclaim_ms_per_gib(8 << 20, num_rounds=1)
+
+
+KEEPS = (True, None)  # the weights, in the system's folder
+
+
+class Core:
+    """An EngineCore of a GPU engine: what it was asked, in order."""
+
+    def __init__(self, *, has_sleep_mode: bool = True) -> None:
+        self.log: list[Any] = []
+        self.sums = [{"w": "1"}]
+        self.fails = False
+        self.vllm_config = SimpleNamespace(
+            device_config=SimpleNamespace(device_type="cuda"),
+            model_config=SimpleNamespace(enable_sleep_mode=has_sleep_mode),
+        )
+        self.model_executor = SimpleNamespace(sleep=self._sleep, wake_up=self._wake, is_sleeping=False)
+        self.scheduler = SimpleNamespace(
+            fall_asleep=lambda: self.log.append("requests end") or 3,
+            wake=lambda: self.log.append("scheduler wakes"),
+            rose_snapshot=lambda: {"kv_given_bytes": 0},
+        )
+
+    def _sleep(self, level: int) -> None:
+        if self.fails:
+            message = "out of pinned memory"
+            raise RuntimeError(message)
+        self.log.append(f"sleep {level}")
+        self.model_executor.is_sleeping = True
+
+    def _wake(self, tags: Any) -> None:
+        self.log.append("wake")
+        self.model_executor.is_sleeping = False
+
+    def compute_weight_checksums(self) -> list[dict[str, str]]:
+        return self.sums
+
+    def collective_rpc(self, method: str, args: Any = ()) -> list[Any]:
+        self.log.append(method)
+        return [100, 100] if method == "rose_weight_bytes" else [{"value": None}]
+
+
+def test_on_a_gpu_vllm_s_own_sleep_keeps_the_weights() -> None:
+    core = Core()
+    assert unwrap(utilities.rose_sleep(core, *KEEPS)) == {"num_evicted": 3, "released_bytes": 200}
+    assert core.log == ["requests end", "sleep 1", "rose_weight_bytes"]
+    core.log.clear()
+    assert unwrap(utilities.rose_wake(core)) == {"restored_bytes": 200, "is_stale": False}
+    assert core.log == ["wake", "rose_weight_bytes", "scheduler wakes"]
+    assert unwrap(utilities.rose_wake(core)) == {"restored_bytes": 0, "is_stale": False}
+
+
+@pytest.mark.parametrize("keeps_weights", [True, False])
+def test_on_a_gpu_other_weights_than_before_are_fenced(keeps_weights: Any) -> None:
+    core = Core()
+    utilities.rose_sleep(core, keeps_weights, None)
+    assert ("sleep 1" if keeps_weights else "sleep 2") in core.log
+    if keeps_weights:
+        core.sums = [{"w": "2"}]
+    assert unwrap(utilities.rose_wake(core)) == {"restored_bytes": 0, "is_stale": True}
+    assert "rose_fence" in core.log
+
+
+def test_on_a_gpu_sleep_is_refused_before_a_request_ends() -> None:
+    core = Core(has_sleep_mode=False)
+    with pytest.raises(BackendUnavailableError, match="enable_sleep_mode"):
+        unwrap(utilities.rose_sleep(core, *KEEPS))
+    del core.model_executor.sleep
+    with pytest.raises(BackendUnavailableError, match=r"no sleep.*vllm 0\.32"):
+        device_sleep.check(core)
+    assert core.log == []
+
+
+def test_on_a_gpu_a_failed_sleep_leaves_the_engine_awake() -> None:
+    core = Core()
+    core.fails = True
+    with pytest.raises(EngineError, match="out of pinned memory"):
+        unwrap(utilities.rose_sleep(core, *KEEPS))
+    assert core.log == ["requests end", "scheduler wakes"]
