@@ -200,6 +200,7 @@ def predict(scrapes: list[Scrape], settings: LiveSettings, options: argparse.Nam
         slo=setup.slo,
         modes=MODES,
         pool_bytes=kv_pool(setup),
+        chunk_tokens=setup.serving_chunk_tokens,
         num_slots=setup.num_slots,
     )
     result = shadow_engines(engine_series(scrapes, "live"), config, "live")

@@ -86,7 +86,8 @@ class _WrongTypeError(Exception):
     def __init__(self, allowed: str, got: object) -> None:
         kind = _KINDS.get(type(got), f"a {type(got).__name__}")
         shown = f" ({got!r})" if isinstance(got, bool | int | float | str) else ""
-        super().__init__(f"expected {allowed}, got {kind}{shown}")
+        is_nan = isinstance(got, float) and math.isnan(got)
+        super().__init__("must be finite, got nan" if is_nan else f"expected {allowed}, got {kind}{shown}")
 
 
 def _structure(cls: Any, value: object, path: str, problems: list[str]) -> Any:

@@ -13,9 +13,9 @@ from rose.bench.chaos.kills import Killer, ServingPart, Victim, must
 from rose.bench.chaos.run import ChaosConfig, run_chaos
 from rose.bench.chaos.site import SiteConfig
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
-RECOVER_S = 90.0
+RECOVER_S = 180.0
 
 
 async def one_of_each(killer: Killer) -> None:

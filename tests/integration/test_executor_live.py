@@ -28,8 +28,9 @@ pytest.importorskip("aiohttp", reason="aiohttp is not installed: pip install 'ro
 from rose.backends.remote import RemoteEngine
 from rose.backends.remote.client import HttpClient
 from rose.coserving.ledger import Ledger
+from rose.coserving.processes import ProcessName
 from rose.errors import EngineBusyError, EngineLeaseError, EngineLostError
-from rose.hosts.http.executor_serving import ProcessName, read_pid_file
+from rose.hosts.http.executor_serving import read_pid_file
 from rose.policies.admission import Budget, Mode
 from rose.testing.contracts.streams import collect, reading
 from rose.testing.models import make_qwen3

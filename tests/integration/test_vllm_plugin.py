@@ -26,6 +26,7 @@ def run(code: str) -> str:
 def test_plugin_adds_and_leaves_other_engines_alone() -> None:
     """Through the entry point, as an engine process does; one process for all of it, since the imports take seconds."""
     printed = run("""
+        import ctypes
         import warnings
         from types import SimpleNamespace as N
         from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory as F
@@ -66,6 +67,12 @@ def test_plugin_adds_and_leaves_other_engines_alone() -> None:
                 return object()
         assert dispatcher.vars(Odd()) == {}
         assert dispatcher.vars(N(kernel=1)) == {"kernel": 1}
+
+        import torch
+        if torch.cpu._is_amx_tile_supported():  # Linux on x86: arch_prctl(ARCH_GET_XCOMP_PERM)
+            allowed = ctypes.c_uint64()
+            assert ctypes.CDLL(None).syscall(158, 0x1022, ctypes.byref(allowed)) == 0
+            assert allowed.value & 1 << 18, "vLLM's attention would end the process with SIGILL"
         print("ok")
     """)
     assert printed == "ok"

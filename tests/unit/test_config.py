@@ -125,7 +125,7 @@ def test_ready_objects_are_taken_as_they_are():
         ("pair", ["a", "b"], "pair[0]: expected an integer, got a string ('a')"),
         ("table", [1.0], "table: expected a table, got an array"),
         ("table", {"a": "1"}, "table.a: expected a number, got a string ('1')"),
-        ("inner", {"size_bytes": 1, "rate": float("nan")}, "inner.rate: expected a number, got a number (nan)"),
+        ("inner", {"size_bytes": 1, "rate": float("nan")}, "inner.rate: must be finite, got nan"),
         ("inner", {"size_bytes": 1, "rate": 2**60 + 1}, f"inner.rate: expected a number, got an integer ({2**60 + 1})"),
         ("inner", {}, "inner.size_bytes: this key is required and missing"),
         ("inner", {"size_bytes": 0}, "inner: 'size_bytes' must be >= 1: 0"),

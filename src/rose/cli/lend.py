@@ -11,7 +11,7 @@ import sys
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 import attrs
 from rich.console import Console
@@ -24,18 +24,21 @@ from rose.coserving.lease_store import Switch, SwitchKind
 from rose.coserving.lender_audit import check_audit
 from rose.errors import BackendUnavailableError, ConfigError, TransportError
 from rose.policies.admission import Mode
+from rose.policies.lending import Lease
+from rose.types import DeviceId
 
 if TYPE_CHECKING:
     from rose.hosts.http.lender_config import LenderConfig
 
 _TOKEN_VARIABLE = "ROSE_LENDER_TOKEN"  # noqa: S105 - the name of a variable
 _POLL_S = 0.05
+_UNUSABLE = "closed: unusable ledger"
 _ACTIONS = ("serve", "status", "kill", "allow", "revoke", "mode")
 
 _DESCRIPTION = """\
 Lend the devices of a serving cluster to rollout jobs, as CONFIG says, until SIGTERM or Ctrl-C; prints one JSON line with the address.
-Leases outlive the process: the next one takes them over. Other actions talk to the running lender. Serving's kill switch also works
-without one: it is then thrown in the state file and in the ledgers.
+Leases outlive the process: the next one takes them over. Other actions talk to the running lender; kill, allow, revoke and mode also
+work without one, in the state file and in the ledgers.
 """
 
 _EXAMPLES = f"""\
@@ -101,6 +104,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise BackendUnavailableError(message) from error
     config = configuration.load(LenderConfig, arguments.config)
     _check_options(arguments)
+    _check_listen(config, arguments.config)
     if arguments.check:
         _check(config, arguments.config)
     elif arguments.audit:
@@ -133,20 +137,35 @@ def _check_options(arguments: argparse.Namespace) -> None:
         raise ConfigError(message)
 
 
-def _check(config: LenderConfig, path: Path) -> None:
+def _check_listen(config: LenderConfig, path: Path) -> None:
     from rose.hosts.http.server import bind, parse_place  # noqa: PLC0415 - loads aiohttp
 
-    place = parse_place(config.listen)
-    if not place.is_loopback:
-        bind(attrs.evolve(place, ports=(0,)), config.tokens).close()
+    try:
+        place = parse_place(config.listen)
+        if not place.is_loopback:
+            bind(attrs.evolve(place, ports=(0,)), config.tokens).close()
+    except (ConfigError, TransportError) as error:
+        message = f"{path}: listen: {error}"
+        raise ConfigError(message) from error
+
+
+def _check(config: LenderConfig, path: Path) -> None:
+    from rose.hosts.http.lender_config import place_problems  # noqa: PLC0415 - loads aiohttp
+
+    if problems := place_problems(config):
+        raise ConfigError("\n".join(f"{path}: {problem}" for problem in problems))
     unknown = sorted(set(config.lending.jobs) - {token.name for token in config.tokens}) if config.tokens else []
     if unknown:
         message = f"{path}: lending.jobs names {', '.join(unknown)}, for which there is no token; add [[tokens]]"
         raise ConfigError(message)
-    missing = sorted(name for name, device in config.devices.items() if not device.ledger.exists())
     print(f"{path}: {len(config.devices)} devices, {len(config.tokens)} tokens, at {config.listen}")  # noqa: T201
+    _tell_missing(config, sys.stdout)
+
+
+def _tell_missing(config: LenderConfig, out: TextIO) -> None:
+    missing = sorted(name for name, device in config.devices.items() if not device.ledger.exists())
     if missing:
-        print(f"not lent before their executors make their ledgers: {', '.join(missing)}")  # noqa: T201
+        print(f"not lent before their executors make their ledgers: {', '.join(missing)}", file=out)
 
 
 async def _serve(config: LenderConfig, stopped: threading.Event) -> None:
@@ -155,6 +174,7 @@ async def _serve(config: LenderConfig, stopped: threading.Event) -> None:
     async with serve_lender(config) as url:
         sys.stdout.write(json.dumps({"url": url, "pid": os.getpid(), "num_devices": len(config.devices)}) + "\n")
         sys.stdout.flush()
+        _tell_missing(config, sys.stderr)
         while not stopped.is_set():  # noqa: ASYNC110 - a signal sets it
             await asyncio.sleep(_POLL_S)
 
@@ -186,7 +206,7 @@ def _cells(values: Iterator[Any] | Any) -> Sequence[str]:
 
 
 def _act(config: LenderConfig, arguments: argparse.Namespace) -> None:
-    """Do what serving wants: by the running lender or, for the kill switch, without one."""
+    """Do what serving wants: by the running lender or, where none runs, without it."""
     switch = Switch()
     if arguments.device is not None:
         switch = Switch(SwitchKind.DEVICE, arguments.device)
@@ -195,6 +215,7 @@ def _act(config: LenderConfig, arguments: argparse.Namespace) -> None:
             raise ConfigError(message)
     elif arguments.model is not None:
         switch = Switch(SwitchKind.MODEL, arguments.model)
+        _warn_of_unknown(config, arguments.model)
     body: dict[str, Any] = {"reason": arguments.reason}
     path = "/v1/switch"
     if arguments.action == "revoke":
@@ -208,20 +229,36 @@ def _act(config: LenderConfig, arguments: argparse.Namespace) -> None:
     try:
         answer = _asked(config, arguments, path, body)
     except TransportError as error:
-        if arguments.action != "kill":
-            raise
-        _kill_without(config, switch, arguments.reason, error)
-        return
+        if arguments.action == "status":
+            message = f"no lender answers at {_url(config, arguments.url)}; start it with: rose lend {arguments.config}"
+            raise TransportError(message) from error
+        answer = _done_without(config, arguments, switch, error)
     _show(answer, arguments.action, is_json=arguments.json)
+
+
+def _warn_of_unknown(config: LenderConfig, model: str) -> None:
+    devices = config.devices.values()
+    known = {name for device in devices for name in (*(device.models or ()), device.serving_model) if name is not None}
+    if model not in known:
+        names = ", ".join(sorted(known)) or "none"
+        sys.stderr.write(
+            f"warning: no device names the model {model!r} in its models or serving_model; named: {names}\n"
+        )
 
 
 def _asked(config: LenderConfig, arguments: argparse.Namespace, path: str, body: Mapping[str, Any]) -> Any:
     from rose.backends.remote.client import HttpClient  # noqa: PLC0415 - loads aiohttp
 
     client = HttpClient(_url(config, arguments.url), token=_token(arguments.token_file), unreachable=TransportError)
-    if arguments.action == "status":
-        return asyncio.run(_closing(client.close, lambda: client.call("GET", "/v1/devices")))
-    return asyncio.run(_closing(client.close, lambda: client.call("POST", path, body)))
+    call = ("GET", "/v1/devices") if arguments.action == "status" else ("POST", path, body)
+    try:
+        return asyncio.run(_closing(client.close, lambda: client.call(*call)))
+    except ConfigError as error:
+        if "token" not in str(error):
+            raise
+        needed = "read or control" if arguments.action == "status" else "control"
+        message = f"{error}; give one with access {needed} by --token-file, or in {_TOKEN_VARIABLE}"
+        raise ConfigError(message) from error
 
 
 async def _closing(close: Callable[[], Awaitable[None]], call: Callable[[], Awaitable[Any]]) -> Any:
@@ -231,17 +268,38 @@ async def _closing(close: Callable[[], Awaitable[None]], call: Callable[[], Awai
         await close()
 
 
-def _kill_without(config: LenderConfig, switch: Switch, reason: str, error: TransportError) -> None:
-    """Throw the switch while no lender runs; one that runs and does not answer keeps the lock, and is told of."""
+def _done_without(
+    config: LenderConfig, arguments: argparse.Namespace, switch: Switch, error: TransportError
+) -> dict[str, Any]:
+    """Do it while no lender runs; one that runs and does not answer keeps the lock, and is told of. Answers as the service does."""
     from rose.hosts.http.lender_config import open_lender  # noqa: PLC0415 - loads aiohttp
 
+    who, reason = "serving, without a running lender", arguments.reason
+    changed: Sequence[Lease] = ()
     try:
         with open_lender(config) as opened:
-            ended = opened.lender.stop(switch, who="serving, without a running lender", reason=reason)
+            lender = opened.lender
+            if arguments.action == "kill":
+                changed = lender.stop(switch, who=who, reason=reason)
+            elif arguments.action == "allow":
+                lender.allow(None if switch == Switch() else switch, who=who, reason=reason)
+            elif arguments.action == "mode":
+                lender.set_mode(Mode(arguments.mode), who=who)
+            else:
+                device_id = None if arguments.device is None else DeviceId(arguments.device)
+                changed = lender.revoke(device_id, grace_s=arguments.grace, who=who, reason=reason)
+            mode, switches = lender.mode, sorted(lender.switches, key=str)
     except ConfigError as locked:
         message = f"{error}\n{locked}"
         raise ConfigError(message) from error
-    print(f"no lender runs; {switch}: stopped in the state file and the ledgers, {len(ended)} leases ended")  # noqa: T201
+    if not arguments.json:
+        print("no lender runs; done in the state file and the ledgers")  # noqa: T201 - this is the command line
+    if arguments.action == "mode":
+        return {"mode": mode.value}
+    leases = [{"lease_id": lease.lease_id, "job": lease.job, "device_id": lease.device_id} for lease in changed]
+    if arguments.action == "revoke":
+        return {"leases": leases}
+    return {"switches": [{"kind": each.kind.value, "name": each.name} for each in switches], "leases": leases}
 
 
 def _show(answer: Mapping[str, Any], action: str, *, is_json: bool) -> None:
@@ -254,7 +312,7 @@ def _show(answer: Mapping[str, Any], action: str, *, is_json: bool) -> None:
         )
         for row in answer["devices"]:
             lease, use = row["lease"], row["kv_use_fraction"]
-            state = "free" if row["is_lendable"] else "closed" if row["has_ledger"] else "no ledger"
+            state = _state(row)
             if lease is not None:
                 state = "asked back" if lease["is_revoking"] else "lent"
             left = "" if lease is None else f"{lease['expires_in_s']:.1f}"
@@ -262,7 +320,10 @@ def _show(answer: Mapping[str, Any], action: str, *, is_json: bool) -> None:
             table.add_row(
                 row["device_id"], kv, state, "" if lease is None else lease["job"], left, str(row["fencing_token"])
             )
-        Console(highlight=False, markup=False).print(table)
+        Console(highlight=False, markup=False, soft_wrap=True).print(table)
+        for row in answer["devices"]:
+            if _state(row) == _UNUSABLE:
+                print(f"{row['device_id']}: {row['closed_because']}")  # noqa: T201 - this is the command line
     if "mode" in answer:
         print(f"mode: {answer['mode']}")  # noqa: T201 - this is the command line
     if "leases" in answer and action != "allow":
@@ -270,6 +331,13 @@ def _show(answer: Mapping[str, Any], action: str, *, is_json: bool) -> None:
     if "switches" in answer:
         thrown = ", ".join(f"{row['kind']} {row['name']}".rstrip() for row in answer["switches"])
         print(f"kill switches: {thrown or 'none thrown'}")  # noqa: T201
+
+
+def _state(row: Mapping[str, Any]) -> str:
+    reason: str = row["closed_because"]
+    if not row["has_ledger"] and reason != "no ledger":
+        return _UNUSABLE
+    return f"closed: {reason}" if reason else "free"
 
 
 def _url(config: LenderConfig, given: str | None) -> str:

@@ -12,8 +12,12 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
 from typing import NoReturn
 
-from rose.cli import bench, demo, doctor, export, ledger, lend, relay, serve, shadow, simulate
-from rose.errors import ConfigError, RoseError
+try:
+    from rose.cli import bench, demo, doctor, export, ledger, lend, relay, serve, shadow, simulate
+    from rose.errors import ConfigError, RoseError
+except KeyboardInterrupt:  # Ctrl-C while modules load
+    sys.stderr.write("rose: interrupted\n")
+    sys.exit(130)
 
 EXIT_OK, EXIT_BUG, EXIT_USER_ERROR, EXIT_INTERRUPTED = 0, 1, 2, 130
 

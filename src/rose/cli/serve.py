@@ -11,6 +11,9 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rose import config as configuration
+from rose.errors import ConfigError
+
 if TYPE_CHECKING:
     from rose.hosts.http.executor import Executor
     from rose.hosts.http.executor_config import ExecutorConfig
@@ -53,16 +56,25 @@ def add_command(commands: Any, *, epilog: str) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Serve until a signal comes; returns the exit code."""
-    from rose.hosts.http.executor_config import load_config  # noqa: PLC0415 - needs aiohttp
+    from rose.hosts.http.executor_config import (  # noqa: PLC0415 - needs aiohttp
+        ExecutorConfig,
+        load_config,
+        place_problems,
+    )
 
-    config = load_config(Path(arguments.config))
+    path = Path(arguments.config)
     report = _Report(is_json=arguments.json)
-    if arguments.check:
-        report.check(config)
-    elif arguments.stop_serving:
+    if arguments.stop_serving and not arguments.check:
         from rose.hosts.http.executor_serving import stop  # noqa: PLC0415 - needs aiohttp
 
-        report.say("the serving engine was ended" if stop(config.run_dir) else "there is no serving engine to end")
+        run_dir = configuration.load(ExecutorConfig, path).run_dir
+        report.say("the serving engine was ended" if stop(run_dir) else "there is no serving engine to end")
+        return 0
+    config = load_config(path)
+    if problems := place_problems(config):
+        raise ConfigError("\n".join(f"{path}: {problem}" for problem in problems))
+    if arguments.check:
+        report.check(config)
     else:
         asyncio.run(_serve(config, report))
     return 0

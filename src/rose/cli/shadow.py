@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from rich.console import Console
 from rich.text import Text
@@ -21,8 +22,12 @@ from rose.policies.admission import Mode
 if TYPE_CHECKING:
     from rose.simulation.shadow.poll import Polled
     from rose.simulation.shadow.study import ShadowConfig
+    from rose.simulation.traces import Trace
 
 _URL_STARTS = ("http://", "https://")
+_MODES = {mode.value: mode for mode in Mode if mode is not Mode.CLOSED}
+_ABOVE_ZERO = ("duration", "timeout", "slo_ttft_ms", "slo_tpot_ms", "kv_pool_gb")
+_AT_LEAST = {"interval": 0.1, "chunk_tokens": 1, "draws": 1}
 _SCRAPES = "scrapes.prom"
 
 _DESCRIPTION = """\
@@ -81,19 +86,18 @@ def add_command(commands: Any, *, epilog: str) -> None:
     assumed.add_argument(
         "--slo-tpot-ms", type=float, default=150.0, metavar="MS", help="serving's TPOT budget (default: %(default)g)"
     )
-    modes = ", ".join(mode.value for mode in Mode)
     assumed.add_argument(
         "--mode",
         nargs="+",
         action="extend",
         metavar="MODE",
-        help=f"of {modes} (default: slo quiet); the first safe one is advised",
+        help=f"of {', '.join(_MODES)} (default: slo quiet); the first safe one is advised",
     )
     assumed.add_argument(
         "--kv-pool-gb", type=float, metavar="GB", help="KV memory that both share (default: from the metrics)"
     )
     assumed.add_argument(
-        "--chunk-tokens", type=int, metavar="N", help="serving's prefill chunk (default: from the metrics, or 2048)"
+        "--chunk-tokens", type=int, metavar="N", help="serving's max_num_batched_tokens (default: 2048)"
     )
     assumed.add_argument(
         "--draws", type=int, default=3, metavar="N", help="loads drawn from the same metrics (default: %(default)d)"
@@ -111,7 +115,8 @@ def run(arguments: argparse.Namespace) -> int:
     config = _config(arguments)
     config.profiles()  # refused before an hour is recorded
     out = _folder(arguments.out)
-    result = _study(arguments, config, out)
+    with _keeping_word(arguments.metrics, out):
+        result = _study(arguments, config, out)
     if out is not None:
         _write(out, result)
     if arguments.json:
@@ -130,29 +135,60 @@ def _config(arguments: argparse.Namespace) -> ShadowConfig:
     from rose.policies.admission import Slo  # noqa: PLC0415 - beside its user
     from rose.simulation.shadow.study import ShadowConfig  # noqa: PLC0415 - loads numpy
 
-    known = {mode.value: mode for mode in Mode if mode is not Mode.CLOSED}
+    _check_numbers(arguments)
     names = list(dict.fromkeys(arguments.mode or ["slo", "quiet"]))
-    if unknown := [name for name in names if name not in known]:
-        message = f"--mode: {unknown[0]!r} is no mode of lending; choose of {', '.join(known)}"
+    if unknown := [name for name in names if name not in _MODES]:
+        message = f"--mode: {unknown[0]!r} is no mode of lending; choose of {', '.join(_MODES)}"
         raise ConfigError(message)
+    given: dict[str, Any] = {
+        "profile": arguments.profile,
+        "rollout_profile": arguments.rollout_profile,
+        "chunk_tokens": arguments.chunk_tokens,
+        "pool_bytes": None if arguments.kv_pool_gb is None else math.ceil(arguments.kv_pool_gb * 1e9),
+    }
+    return ShadowConfig(
+        slo=Slo(ttft_s=arguments.slo_ttft_ms / 1e3, tpot_s=arguments.slo_tpot_ms / 1e3),
+        modes=tuple(_MODES[name] for name in names),
+        num_draws=arguments.draws,
+        **{key: value for key, value in given.items() if value is not None},
+    )
+
+
+def _check_numbers(arguments: argparse.Namespace) -> None:
+    """Refuse a number that is of no use, by the name of its option.
+
+    Raises:
+        ConfigError: One is not finite or too small.
+    """
+    for name in (*_ABOVE_ZERO, *_AT_LEAST):
+        value, least = getattr(arguments, name), _AT_LEAST.get(name)
+        if value is None:
+            continue
+        if not math.isfinite(value):
+            allowed = "finite"
+        elif value <= 0 and least is None:
+            allowed = "above 0"
+        elif least is not None and value < least:
+            allowed = f"{least:g} or more"
+        else:
+            continue
+        message = f"--{name.replace('_', '-')} {value:g} is of no use; it must be {allowed}"
+        raise ConfigError(message)
+
+
+@contextlib.contextmanager
+def _keeping_word(where: str, out: Path | None) -> Iterator[None]:
+    """Say where the readings of a live engine are when the command is interrupted."""
     try:
-        given: dict[str, Any] = {
-            "profile": arguments.profile,
-            "rollout_profile": arguments.rollout_profile,
-            "chunk_tokens": arguments.chunk_tokens,
-            "pool_bytes": None if arguments.kv_pool_gb is None else int(arguments.kv_pool_gb * 1e9),
-        }
-        return ShadowConfig(
-            slo=Slo(ttft_s=arguments.slo_ttft_ms / 1e3, tpot_s=arguments.slo_tpot_ms / 1e3),
-            modes=tuple(known[name] for name in names),
-            num_draws=arguments.draws,
-            **{key: value for key, value in given.items() if value is not None},
-        )
-    except (ValueError, OverflowError) as error:
-        if isinstance(error, ConfigError):
-            raise
-        message = f"options: {error}"
-        raise ConfigError(message) from error
+        yield
+    except KeyboardInterrupt:
+        if where.startswith(_URL_STARTS):
+            if out is None:
+                _note("what was read is not kept without --out")
+            elif (out / _SCRAPES).is_file():
+                again = f"judge it with: rose shadow --metrics {out / _SCRAPES}"
+                _note(f"what was read is in {(out / _SCRAPES).resolve()}; {again}")
+        raise
 
 
 def _folder(out: str | None) -> Path | None:
@@ -173,9 +209,12 @@ def _study(arguments: argparse.Namespace, config: ShadowConfig, out: Path | None
     from rose.simulation.shadow.series import engine_series, is_wanted  # noqa: PLC0415
     from rose.simulation.shadow.study import shadow_engines, shadow_trace  # noqa: PLC0415
     from rose.simulation.text_files import read_lines  # noqa: PLC0415
-    from rose.simulation.traces import read_trace  # noqa: PLC0415
 
     where = arguments.metrics
+    scheme, is_url, _ = where.partition("://")
+    if is_url and not where.startswith(_URL_STARTS):
+        message = f"--metrics {where}: the URL scheme {scheme!r} is not read; give http:// or https://, or a file"
+        raise ConfigError(message)
     if where.startswith(_URL_STARTS):
         polled = _poll(arguments, out)
         scrapes, notes = polled.scrapes, polled.notes
@@ -185,12 +224,37 @@ def _study(arguments: argparse.Namespace, config: ShadowConfig, out: Path | None
             with contextlib.closing(read_lines(path, "metrics", expected="metrics text or a request trace")) as lines:
                 first = next((line for line in lines if line.strip()), "")
             if not looks_like_scrapes(first):
-                if arguments.duration is not None and not arguments.duration > 0:
-                    message = f"--duration {arguments.duration:g} is not above 0; give seconds"
-                    raise ConfigError(message)
-                return shadow_trace(read_trace(path), config, where, arguments.duration)
+                return shadow_trace(_trace(path, first), config, where, arguments.duration)
         scrapes, notes = read_recording(path, is_wanted), []
     return shadow_engines(engine_series(scrapes, where, notes), config, where)
+
+
+def _trace(path: Path, first: str) -> Trace:
+    """Read a request trace.
+
+    Raises:
+        ConfigError: It is none, nor metrics text, or cannot be used.
+    """
+    from rose.simulation.traces import read_trace  # noqa: PLC0415 - see _config
+
+    try:
+        return read_trace(path)
+    except ConfigError as error:
+        if "unknown format" not in str(error):
+            raise
+        message = (
+            f"--metrics {path}: neither Prometheus text nor a known trace format was recognised, its first line is "
+            f"{first.strip()[:60]!r}; give an engine's /metrics, a recording of it, or a trace that rose simulate reads"
+        )
+        raise ConfigError(message) from error
+
+
+def _opened(path: Path) -> TextIO:
+    try:
+        return path.open("w", encoding="utf-8")
+    except OSError as error:
+        message = f"--out: cannot write {path}: {error.strerror or error}; choose another folder"
+        raise ConfigError(message) from error
 
 
 def _poll(arguments: argparse.Namespace, out: Path | None) -> Polled:
@@ -202,17 +266,11 @@ def _poll(arguments: argparse.Namespace, out: Path | None) -> Polled:
     settings = {"interval_s": arguments.interval, "timeout_s": arguments.timeout}
     if arguments.duration is not None:
         settings["duration_s"] = arguments.duration
-    try:
-        polling = Polling(url=arguments.metrics, **settings)
-    except ValueError as error:
-        if isinstance(error, ConfigError):
-            raise
-        message = f"options: {error}"
-        raise ConfigError(message) from error
+    polling = Polling(url=arguments.metrics, **settings)
     _note(f"reading {polling.url} every {polling.interval_s:g} s for {polling.duration_s:g} s; Ctrl-C ends it early")
     with contextlib.ExitStack() as stack:
         stop = stack.enter_context(told_by_signals())
-        file = None if out is None else stack.enter_context((out / _SCRAPES).open("w", encoding="utf-8"))
+        file = None if out is None else stack.enter_context(_opened(out / _SCRAPES))
 
         def keep(at_s: float, text: str) -> None:
             if file is not None:

@@ -75,6 +75,7 @@ class SqliteStore:
         self._lock = lock_file(Path(f"{self.path}.lock"), f"the lender state {self.path}")
         self._is_urgent: bool | None = None
         try:
+            _make_private(self.path)
             self._database = _open(self.path, "rwc")
             self._prepare()
         except BaseException:
@@ -227,6 +228,14 @@ def lock_file(path: Path, what: str) -> int:
     return descriptor
 
 
+def _make_private(path: Path) -> None:
+    """Make the file, if missing, for this user alone; SQLite gives those beside it the same rights."""
+    try:
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+    except OSError as error:
+        raise _unusable(path, error) from error
+
+
 def _open(path: Path, how: str) -> sqlite3.Connection:
     try:
         return sqlite3.connect(
@@ -252,7 +261,7 @@ def _version(database: sqlite3.Connection, path: Path) -> int:
     return version
 
 
-def _unusable(path: Path, error: sqlite3.Error) -> ConfigError:
+def _unusable(path: Path, error: sqlite3.Error | OSError) -> ConfigError:
     return ConfigError(f"cannot use {path} as a lender's state: {error}; name a file of its own that can be written")
 
 

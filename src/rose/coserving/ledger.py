@@ -58,7 +58,7 @@ class RolloutState:
         updated_s: When this was written.
         turn_ends_s: When the device turn that it holds should be over; ``-inf`` when it holds none.
         busy_s: Device time it took since start.
-        num_tokens: Tokens it made since start.
+        num_tokens: Tokens it computed since start, prompts included.
         fencing_token: Of the lease it works under.
         pid, pid_start: Its process, and when that started in the kernel's ticks (so that a reused pid is no mistake); 0: unknown.
     """
@@ -132,6 +132,25 @@ IDLE_SERVING = ServingState(
 )
 
 
+def _check_kind(path: Path) -> None:
+    """Refuse what is a file of somebody else.
+
+    Raises:
+        LedgerError: It is a folder, or begins as no ledger does.
+    """
+    try:
+        with path.open("rb") as file:
+            found = file.read(len(_MAGIC))
+    except IsADirectoryError as error:
+        message = f"{path} is no ROSE ledger but a folder; name the file"
+        raise LedgerError(message) from error
+    except OSError:
+        return  # what it is, mapping it tells
+    if found != _MAGIC:
+        message = f"{path} is no ROSE ledger; name a file that an executor made"
+        raise LedgerError(message)
+
+
 class Ledger:
     """A handle on the ledger file of one device."""
 
@@ -142,11 +161,13 @@ class Ledger:
             LedgerError: There is no ledger, or one of another version.
         """
         self.path = str(path)
+        _check_kind(Path(path))
         self._memory = map_file(path, _NUM_BYTES, is_new=False)
         magic, version, num_bytes = _HEADER.unpack_from(self._memory, 0)
         if (magic, version, num_bytes) != (_MAGIC, _VERSION, _NUM_BYTES):
             message = (
-                f"{path} is no ROSE ledger of version {_VERSION} (found {magic!r}, version {version}); recreate it"
+                f"{path} is no ROSE ledger of version {_VERSION} but of version {version}; "
+                "end what uses it and delete it, then the executor of this version makes it anew"
             )
             raise LedgerError(message)
         self._arrivals = self._section(1, "<qd", "arrivals")

@@ -25,6 +25,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 
 import attrs
 
+from rose.coserving import lender_devices
 from rose.coserving.lease_store import DeviceRecord, LeaseStore, SavedState, Switch, SwitchKind
 from rose.coserving.lender_audit import Entry, LeaseChange
 from rose.coserving.lender_books import LENDER, LenderBooks
@@ -130,6 +131,10 @@ class Lender:
         with self._lock:
             now_s = self._clock.now()
             return tuple(self._use(device, now_s) for device in self._devices.values())
+
+    def closed_reason(self, device_id: DeviceId) -> str:
+        """Return in a few words why a device that is not lent cannot be lent now; nothing where it can."""
+        return lender_devices.closed_reason(self._find(device_id), self._switches, self._config, self._clock.now())
 
     def subscribe(self, listener: Listener) -> None:
         """Call ``listener`` after every change, on the caller's thread. It must not call the lender back."""
@@ -322,15 +327,18 @@ class Lender:
             self._ask_back(recalled, self._config.grace_s, LENDER, "another job is behind its fair share")
 
     def check_ledgers(self) -> tuple[DeviceId, ...]:
-        """Write again what a ledger does not say, as after another program overwrote it; returns whose it was."""
+        """Write again what a ledger does not say, as after another program overwrote it; returns whose it was.
+
+        As with ``attach``, one with a larger token than was ever given out ends the lease.
+        """
         with self._lock:
             wrong = []
             for device in self._devices.values():
                 with contextlib.suppress(LedgerError):
                     if device.ledger.budget() == device.budget(self._mode):
                         continue
-                self._publish(device)
                 wrong.append(device.device_id)
+                self.attach(device.device_id, device.ledger)
             return tuple(wrong)
 
     def attach(self, device_id: DeviceId, ledger: LenderLedger) -> None:
@@ -345,7 +353,7 @@ class Lender:
             if token <= device.last_token:
                 self._publish(device)
                 return
-            device.last_token = token  # another lender was here
+            device.last_token = token + (device.lease is None)  # another lender was here; an end counts on by itself
             self._end([device] if device.lease else [], LeaseChange.REVOKED, who=LENDER, reason="its ledger is fenced")
             self._publish(device)
 

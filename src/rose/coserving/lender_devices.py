@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 import attrs
@@ -12,7 +12,7 @@ from rose.coserving.lease_store import DeviceRecord, SavedState, Switch, SwitchK
 from rose.coserving.lender_audit import Counters, LeaseChange, read_counters
 from rose.errors import LedgerError
 from rose.policies.admission import Budget, Mode, ServingState
-from rose.policies.lending import DeviceUse, Lease
+from rose.policies.lending import DeviceUse, Lease, LendingConfig
 from rose.types import DeviceId
 
 
@@ -108,6 +108,25 @@ class LentDevice:
         return model == switch.name if model is not None else switch.name in (self.terms.models or ())
 
 
+def closed_reason(device: LentDevice, switches: Iterable[Switch], config: LendingConfig, now_s: float) -> str:
+    """Return in a few words why a device that is not lent cannot be lent at ``now_s``; nothing where it can."""
+    thrown = [switch for switch in switches if device.is_concerned(switch)]
+    if thrown:
+        return f"kill switch ({thrown[0]})"
+    if now_s < device.rests_until_s:
+        return f"resting for {device.rests_until_s - now_s:.0f} s more"
+    try:
+        serving = device.ledger.serving()
+    except LedgerError as error:
+        return str(error)
+    if serving.heartbeat_s == -math.inf:
+        return "no heartbeat"
+    if not serving.is_heard(now_s, config.stale_after_s):
+        return f"stale heartbeat ({now_s - serving.heartbeat_s:.0f} s old)"
+    use = kv_use_fraction(device.ledger, now_s, config.stale_after_s)
+    return f"KV use {use:.2f}" if use is not None and use > config.max_kv_use_fraction else ""
+
+
 @attrs.frozen
 class Ended:
     """A lease that was found at the start and cannot go on, why, and what it came to as far as its device's ledger says."""
@@ -182,7 +201,7 @@ def kv_use_fraction(ledger: LenderLedger, now_s: float, stale_after_s: float = m
     """
     try:
         serving = ledger.serving()
-        if serving.heartbeat_s < now_s - stale_after_s or serving.heartbeat_s == -math.inf:
+        if serving.heartbeat_s == -math.inf or not serving.is_heard(now_s, stale_after_s):
             return None
         if hasattr(ledger, "usage"):
             usage = ledger.usage()

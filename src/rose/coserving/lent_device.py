@@ -61,7 +61,7 @@ class LentDevice:
         if budget is None:
             return self._budget_bytes
         if self._problem(now_s) is not None:
-            self._budget_bytes = 0
+            self._budget_bytes, self._grown_s = 0, -math.inf  # the next lease begins with a first share at once
             return 0
         if serving is None:
             return self._budget_bytes

@@ -16,8 +16,8 @@ from typing import cast
 from rose.coserving.governor import ChargedTurn, GovernorConfig, StepClock, StepGovernor, SupportsReleaseHint
 from rose.coserving.ledger import Ledger, RolloutState
 from rose.coserving.lent_device import LentDevice
+from rose.coserving.processes import process_start
 from rose.coserving.step_log import StepLog
-from rose.coserving.watchdog import process_start
 from rose.interfaces.device import Device, StepWork
 from rose.policies.admission import AdmissionConfig, HoldReason, Mode
 from rose.policies.memory import MemoryConfig

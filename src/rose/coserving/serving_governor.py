@@ -57,6 +57,15 @@ class ServingLoad:
     decode_context_tokens: int = 0
     kv_used_bytes: float = 0.0
 
+    def without(self, request_id: str) -> ServingLoad:
+        """Return the load without one request's names; its share of the sums stays until the next step."""
+        return attrs.evolve(
+            self,
+            waiting_ids=tuple(each for each in self.waiting_ids if each != request_id),
+            ready_ids=tuple(each for each in self.ready_ids if each != request_id),
+            decoding=[each for each in self.decoding if each[0] != request_id],
+        )
+
 
 class ServingGovernor(StepGovernor):
     """The step loop of the engine that owns the device and lends its slack."""
@@ -105,7 +114,7 @@ class ServingGovernor(StepGovernor):
         self._own_s = 0.0
         self._load = ServingLoad()
         self._watchdog = Watchdog(self._ledgers, config.watchdog_s)
-        self._usage = UsageMeter(config.usage_window_s, pid=os.getpid())
+        self._usages = [UsageMeter(config.usage_window_s, pid=os.getpid()) for _ in self._ledgers]
         self._is_closed = threading.Event()
         for ledger in self._ledgers:
             ledger.publish_arrivals(ArrivalState())
@@ -141,6 +150,7 @@ class ServingGovernor(StepGovernor):
     def note_aborted(self, request_id: str) -> None:
         """Note that a client gave a request up, so that it is not counted as late."""
         self._accounts.drop(request_id)
+        self._load = self._load.without(request_id)  # else the next admission would publish it again
 
     def ask_serving(self, on_grant: Callable[[], None]) -> bool:
         """Wait for the turn; ``on_grant`` then takes in what arrived meanwhile. ``False`` while frozen."""
@@ -171,7 +181,9 @@ class ServingGovernor(StepGovernor):
             self.device.acquire(is_blocking=True)
         finally:
             self._watchdog.end()
-        self._usage.note_wait(self._clock.now() - begun_s)
+        wait_s = self._clock.now() - begun_s
+        for usage in self._usages:
+            usage.note_wait(wait_s)
 
     def finish(self, *, has_more: bool) -> None:
         """Wait until the step is over and learn from it."""
@@ -181,7 +193,8 @@ class ServingGovernor(StepGovernor):
             self._learn(turn)
             self._last_end_s = turn.end_s
             self._own_s += turn.end_s - turn.start_s
-            self._usage.note_step(turn.end_s - turn.start_s)
+            for usage in self._usages:
+                usage.note_step(turn.end_s - turn.start_s)
             self._num_steps += 1
             if self._num_steps % _STEPS_PER_RESERVE == 0:
                 self._reserve_s = self._learned_reserve_s()
@@ -197,8 +210,9 @@ class ServingGovernor(StepGovernor):
         for request_id in new_ids:
             self._accounts.restart(request_id, self._clock.now())
         state = self._state(load, ended_s)
-        self._usage.note_kv(state.kv_used_bytes / state.kv_pool_bytes if state.kv_pool_bytes else 0.0)
-        for ledger in self._ledgers:
+        kv_fraction = state.kv_used_bytes / state.kv_pool_bytes if state.kv_pool_bytes else 0.0
+        for ledger, usage in zip(self._ledgers, self._usages, strict=True):
+            usage.note_kv(kv_fraction)
             ledger.publish_serving(state)
 
     def _state(self, load: ServingLoad, ended_s: float) -> ServingState:
@@ -235,14 +249,14 @@ class ServingGovernor(StepGovernor):
         return self.expected_s(StepWork(num_prefill_tokens=num_tokens, prefill_positions=num_tokens**2 / 2))
 
     def _learned_reserve_s(self) -> float:
-        """Return the reserve by what steps were seen to take; where that leaves no room, the SLO itself, so that nothing is lent."""
+        """Return the reserve by what steps were seen to take; where that leaves no room, one that lends nothing while anything decodes."""
         chunk_tokens = self._chunk_tokens
         try:
             return arrival_reserve_s(
                 self._admission, self._prefill_s(chunk_tokens), chunk_tokens, self.device.device_id
             )
         except ConfigError:
-            return self._admission.tightest.tpot_s
+            return math.inf
 
     def _prompt_s(self, num_tokens: int) -> float:
         """Return how long a whole prompt takes, chunk by chunk."""
@@ -279,9 +293,9 @@ class ServingGovernor(StepGovernor):
             self._watchdog.look(now_s)
             if num_ticks % _TICKS_PER_BEAT:
                 continue
-            for ledger in self._ledgers:
+            for ledger, usage in zip(self._ledgers, self._usages, strict=True):
                 ledger.beat(now_s)
-                ledger.publish_usage(self._usage.read(now_s, _busy_s(ledger), self._accounts.counters))
+                ledger.publish_usage(usage.read(now_s, _busy_s(ledger), self._accounts.counters))
 
     def close(self) -> None:
         """Stop the heartbeat and let go of the device."""

@@ -44,16 +44,17 @@ def map_file(path: Path | str, num_bytes: int, *, is_new: bool) -> mmap.mmap:
             path.unlink(missing_ok=True)
         descriptor = os.open(path, os.O_RDWR | (os.O_CREAT | os.O_EXCL if is_new else 0), 0o600)
     except OSError as error:
-        message = f"cannot {'create' if is_new else 'open'} shared file {path}: {error.strerror}; create it first"
+        advice = (
+            "create it first" if isinstance(error, FileNotFoundError) else "name a file that you may read and write"
+        )
+        message = f"cannot {'create' if is_new else 'open'} shared file {path}: {error.strerror}; {advice}"
         raise LedgerError(message) from error
     try:
         if is_new:
             os.ftruncate(descriptor, num_bytes)
         size = os.fstat(descriptor).st_size
         if size < num_bytes:
-            message = (
-                f"shared file {path} has {size} bytes, {num_bytes} are needed; another version wrote it, recreate it"
-            )
+            message = f"shared file {path} has {size} bytes, {num_bytes} are needed; it was cut off, or another version wrote it"
             raise LedgerError(message)
         return mmap.mmap(descriptor, num_bytes)
     finally:

@@ -9,8 +9,8 @@ import math
 from collections import deque
 
 from rose.coserving.ledger import UsageState
+from rose.coserving.processes import process_start
 from rose.coserving.serving_accounts import ServiceCounters
-from rose.coserving.watchdog import process_start
 
 
 class UsageMeter:
@@ -21,7 +21,8 @@ class UsageMeter:
         self._window_s = window_s
         self._pid, self._pid_start = pid, process_start(pid)
         self._busy_s = self._delay_s = self._kv_fraction = self._kv_top_fraction = 0.0
-        self._seen: tuple[float, float, float] | None = None
+        self._seen: tuple[float, float] | None = None
+        self._rollout_seen_s: float | None = None
         self._means = [0.0, 0.0, 0.0]
         self._peaks: deque[tuple[float, float]] = deque()
 
@@ -41,14 +42,17 @@ class UsageMeter:
     def read(self, now_s: float, rollout_busy_s: float | None, counters: ServiceCounters) -> UsageState:
         """Return the state at ``now_s``; ``rollout_busy_s`` is the rollout engine's counter where it can be read."""
         busy_s, kv = self._busy_s, self._kv_fraction
+        lent_s = 0.0
+        if rollout_busy_s is not None:  # else it is made up for with the next reading
+            lent_s = 0.0 if self._rollout_seen_s is None else rollout_busy_s - self._rollout_seen_s
+            self._rollout_seen_s = rollout_busy_s
         if self._seen is not None and now_s > self._seen[0]:
-            before_s, busy_before_s, rollout_before_s = self._seen
+            before_s, busy_before_s = self._seen
             elapsed_s = now_s - before_s
             weight = 1 - math.exp(-elapsed_s / self._window_s)
-            lent_s = 0.0 if rollout_busy_s is None else rollout_busy_s - rollout_before_s
             values = (_share(busy_s - busy_before_s, elapsed_s), _share(lent_s, elapsed_s), kv)
             self._means = [mean + weight * (value - mean) for mean, value in zip(self._means, values, strict=True)]
-        self._seen = (now_s, busy_s, rollout_busy_s or 0.0)
+        self._seen = (now_s, busy_s)
         return UsageState(
             window_s=self._window_s,
             busy_fraction=self._means[0],

@@ -10,27 +10,16 @@ by ``grace_s``. So serving waits at most one rollout step, ``grace_s`` and one l
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import signal
 from collections.abc import Sequence
-from pathlib import Path
 
 from rose.coserving.ledger import Ledger, RolloutState
+from rose.coserving.processes import ProcessName
 from rose.errors import LedgerError
 
 _logger = logging.getLogger(__name__)
-_START_FIELD = 19  # of /proc/PID/stat, counted behind the name in parentheses
-
-
-def process_start(pid: int) -> int:
-    """Return when a process started, in the kernel's ticks since boot; 0 when there is none or it cannot be told."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
-    except OSError:
-        return 0
-    return int(text[text.rindex(")") + 2 :].split()[_START_FIELD])
 
 
 class Watchdog:
@@ -65,7 +54,7 @@ class Watchdog:
                 self._end_process(rollout, ledger, now_s - since_s)
 
     def _end_process(self, rollout: RolloutState, ledger: Ledger, waited_s: float) -> None:
-        if rollout.pid in {0, os.getpid()} or process_start(rollout.pid) != rollout.pid_start:
+        if rollout.pid == os.getpid() or not ProcessName(rollout.pid, rollout.pid_start).is_running():
             return
         _logger.warning(
             "serving waited %.3f s for the turn of %s; the rollout engine (pid %d) does not give it back and is ended",
@@ -73,6 +62,9 @@ class Watchdog:
             ledger.path,
             rollout.pid,
         )
-        with contextlib.suppress(ProcessLookupError):
+        try:
             os.kill(rollout.pid, signal.SIGKILL)
-            self.num_ended += 1
+        except OSError as error:  # the thread that looks is also serving's heartbeat, and goes on
+            _logger.error("rollout engine %d cannot be ended: %s", rollout.pid, error.strerror)  # noqa: TRY400
+            return
+        self.num_ended += 1

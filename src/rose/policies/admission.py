@@ -139,7 +139,7 @@ class ServingState:
         last_step_end_s: When the last step ended.
         deadline_s: When serving must be decoding again; ``inf`` when nothing decodes.
         next_decode_s: How long its next decode step takes at most.
-        heartbeat_s: When the process was last alive.
+        heartbeat_s: When the process was last alive; ``inf`` for one that always is.
         first_token_deadline_s: By when the prefill of the most urgent waiting prompt must begin; ``inf`` without one.
     """
 
@@ -160,6 +160,11 @@ class ServingState:
     def num_prompts_waiting(self) -> int:
         """Prompts without a first token, those still on their way to the step loop included."""
         return max(0, self.num_arrived - self.num_admitted) + self.num_waiting
+
+    def is_heard(self, now_s: float, stale_after_s: float) -> bool:
+        """Return whether serving was alive within ``stale_after_s``. A heartbeat that is as far ahead is of another boot or clock."""
+        age_s = now_s - self.heartbeat_s
+        return age_s <= stale_after_s and (age_s >= -stale_after_s or age_s == -math.inf)
 
 
 @attrs.frozen(kw_only=True)
@@ -329,7 +334,7 @@ def decide(  # noqa: PLR0911 - one return a rule
 def _distrust(config: AdmissionConfig, serving: ServingState | None, now_s: float) -> HoldReason | None:
     if serving is None:
         return HoldReason.UNREADABLE
-    if now_s - serving.heartbeat_s > config.stale_after_s:
+    if not serving.is_heard(now_s, config.stale_after_s):
         return HoldReason.STALE
     if serving.kv_used_bytes > config.serving_kv_bound_fraction * serving.kv_pool_bytes:
         return HoldReason.SERVING_KV

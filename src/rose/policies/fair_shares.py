@@ -6,6 +6,7 @@ of its level share by weight.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Hashable, Mapping
 from typing import TypeVar
 
@@ -16,12 +17,14 @@ Name = TypeVar("Name", bound=Hashable)
 
 def water_fill(demands: Mapping[Name, float], weights: Mapping[Name, float], capacity: float) -> dict[Name, float]:
     """Divide ``capacity``: everybody gets its demand or, where that is more than its weighted share of the rest, that share."""
-    shares = {}
-    left, weight = capacity, sum(weights[name] for name in demands)
-    for name in sorted(demands, key=lambda name: demands[name] / weights[name]):
+    shares: dict[Name, float] = {}
+    left = capacity
+    names = sorted(demands, key=lambda name: demands[name] / weights[name])
+    # of each and those after it; a running difference could cancel to nothing where weights are far apart
+    sums = list(itertools.accumulate(weights[name] for name in reversed(names)))
+    for name, weight in zip(names, reversed(sums), strict=True):
         shares[name] = min(demands[name], left * weights[name] / weight)
         left -= shares[name]
-        weight -= weights[name]
     return shares
 
 

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import attrs
 from attrs import validators as v
 
+from rose import checks
 from rose.policies.fair_shares import fair_shares
 from rose.types import DeviceId, JobId, LeaseId
 
@@ -58,21 +59,24 @@ class LendingConfig:
             says until when a lease was renewed last.
     """
 
-    ttl_s: float = attrs.field(default=30.0, validator=v.gt(0))
+    ttl_s: float = attrs.field(default=30.0, validator=checks.number(above=0))
     quota: int = attrs.field(default=64, validator=v.ge(0))
     jobs: Mapping[str, JobTerms] = attrs.field(factory=dict)
     tenants: Mapping[str, float] = attrs.field(factory=dict)
     max_kv_use_fraction: float = attrs.field(default=0.8, validator=[v.gt(0), v.le(1)])
     stale_after_s: float = attrs.field(default=10.0, validator=v.gt(0))
-    grace_s: float = attrs.field(default=5.0, validator=v.ge(0))
-    min_hold_s: float = attrs.field(default=60.0, validator=v.ge(0))
-    rest_s: float = attrs.field(default=30.0, validator=v.ge(0))
+    grace_s: float = attrs.field(default=5.0, validator=checks.number(at_least=0))
+    min_hold_s: float = attrs.field(default=60.0, validator=checks.number(at_least=0))
+    rest_s: float = attrs.field(default=30.0, validator=checks.number(at_least=0))
     audits_renewals: bool = False
 
     def __attrs_post_init__(self) -> None:
         """Check the weights, whose validators the mapping has none of."""
-        if wrong := sorted(name for name, weight in self.tenants.items() if not weight > 0):
-            message = f"tenants: weights must be > 0, which those of {', '.join(wrong)} are not"
+        if wrong := sorted(name for name, weight in self.tenants.items() if not 0 < weight < math.inf):
+            message = f"tenants: weights must be > 0 and finite, which those of {', '.join(wrong)} are not"
+            raise ValueError(message)
+        if "" in self.jobs or "" in self.tenants:
+            message = f"{'jobs' if '' in self.jobs else 'tenants'}: a name must not be empty"
             raise ValueError(message)
 
     def terms_of(self, job: JobId) -> JobTerms:

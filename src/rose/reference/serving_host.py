@@ -6,7 +6,7 @@ measure is the device and not the pool's event loop.
 Requests (JSON lines, answered in order, see ``rose.reference.worker_process``)
     1. ``{"clock": path, "engines": [VllmOptions fields]}``, once and first, starts the engines.
     2. ``{"do": "replay", "label": text, "arrivals": [[[at_s, prompt_tokens, output_tokens], ...] a device], "vocab_size": n}``
-       begins an arm: its time starts now, on the paced clock.
+       begins an arm: its time starts now, on the paced clock. An arm that still runs is ended, or the loads of both would add up.
     3. ``{"do": "progress"}`` answers the latest TTFTs and TPOTs.
     4. ``{"do": "stop"}`` ends the arm: requests in flight are cut off; answers every request that has a token, how long the
        others waited for their first one, and how many failed (those are in neither list).
@@ -156,6 +156,7 @@ class _Host:
         return await getattr(self, f"do_{do}")(**arguments)
 
     async def do_replay(self, label: str, arrivals: Sequence[Sequence[Arrival]], vocab_size: int) -> None:
+        await self.do_stop()
         self._arm = _Replay(self._engines, self._clock, label, vocab_size)
         self._arm.begin(arrivals)
 

@@ -51,7 +51,8 @@ class Side:
     def save(self, request: Any, block_ids: list[int]) -> None:
         """Compute the prompt in two chunks; the second one ends it."""
         self.scheduler.on_new_request(request)
-        for request.num_computed_tokens, num_tokens in ((0, 6), (6, 4)):
+        rest = request.num_prompt_tokens - 6
+        for request.num_computed_tokens, num_tokens in ((0, 6), (6, rest)):
             state = SimpleNamespace(resolve_block_ids=lambda _: (block_ids,))
             step = {request.request_id: num_tokens}
             self.run(SimpleNamespace(num_scheduled_tokens=step, kv_connector_block_state=state))
@@ -128,3 +129,30 @@ def test_old_files_go(tmp_path: Path) -> None:
         names.append({path.name for path in tmp_path.iterdir()})
     assert [len(found) for found in names] == [1, 2, 2]
     assert not names[0] & names[2]
+
+
+def test_a_prompt_that_comes_again_is_no_old_file(tmp_path: Path) -> None:
+    prefill = Side.make(tmp_path, is_producer=True, kept_bytes=250)
+    for prompt in (PROMPT, (9, *PROMPT), PROMPT, (8, *PROMPT)):
+        prefill.save(request(prompt=prompt), [0, 1, 2])
+    kept = {path.name.partition("-")[0] for path in tmp_path.iterdir()}
+    assert kept == {kv_transfer.prompt_key(request(prompt=prompt)) for prompt in (PROMPT, (8, *PROMPT))}
+
+
+def test_two_engines_may_write_the_same_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process writes it while this one does: neither renames the other's half-written file."""
+    one, other = (Side.make(tmp_path, is_producer=True) for _ in range(2))
+    save_file, seen = kv_transfer.safetensors.torch.save_file, []
+
+    def save_while_another_does(blocks: Any, beside: Path) -> None:
+        seen.append(beside)
+        save_file(blocks, beside)
+        if len(seen) == 1:
+            with monkeypatch.context() as patch:
+                patch.setattr(kv_transfer.os, "getpid", lambda: 1)
+                other.save(request(), [0, 1, 2])
+
+    monkeypatch.setattr(kv_transfer.safetensors.torch, "save_file", save_while_another_does)
+    one.save(request(), [0, 1, 2])
+    assert len(set(seen)) == 2
+    assert len(list(tmp_path.iterdir())) == 1

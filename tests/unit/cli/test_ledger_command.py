@@ -50,6 +50,15 @@ def test_a_section_that_a_dead_writer_left_torn_is_named(ledger: Ledger, capsys:
 def test_other_files_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     other = tmp_path / "other"
     other.write_bytes(b"x" * 4096)
-    for path, words in ((other, "no ROSE ledger"), (tmp_path / "none", "cannot open")):
+    short = tmp_path / "short"
+    short.write_text("short")
+    for path, words in (
+        (other, "is no ROSE ledger;"),
+        (short, "is no ROSE ledger;"),
+        (tmp_path, "is no ROSE ledger but a folder"),
+        (tmp_path / "none", "cannot open"),
+    ):
         assert main(["ledger", "show", str(path)]) == EXIT_USER_ERROR
-        assert words in capsys.readouterr().err
+        said = capsys.readouterr().err
+        assert words in said
+        assert "recreate" not in said

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from pathlib import Path
 
 import pytest
 
 from rose.cli.main import main
-from rose.coserving.ledger import Ledger
+from rose.coserving.lease_store import Switch, SwitchKind
+from rose.coserving.ledger import Ledger, UsageState
 from rose.hosts.http.lender_config import LenderConfig, open_lender
-from rose.types import JobId
+from rose.policies.admission import Mode
+from rose.types import DeviceId, JobId
 
 DIGEST = hashlib.sha256(b"secret").hexdigest()
 
@@ -41,9 +44,17 @@ def test_check_says_what_would_be_lent(config: Path, capsys: pytest.CaptureFixtu
     [
         ('state = "s"\n', ("--check",), "devices: this key is required and missing"),
         ("colour = 1\n", ("--check",), "colour: unknown key"),
-        ("[lending]\nttl_s = 0\n", ("--check",), "lending: 'ttl_s' must be > 0"),
+        ("[lending]\nttl_s = 0\n", ("--check",), "lending: ttl_s must be a finite number > 0"),
+        ("[lending]\nttl_s = inf\n", ("--check",), "lending: ttl_s must be a finite number > 0"),
+        ('[lending.jobs.""]\nquota = 1\n', ("--check",), "lending: jobs: a name must not be empty"),
+        ('[devices."a b"]\nledger = "x"\n', ("--check",), "names are without spaces and slashes"),
+        ('[devices.g]\nledger = ""\n', ("--check",), "devices.g.ledger: no path is given"),
+        ('[devices.g]\nledger = "/tmp"\n', ("--check",), "devices.g.ledger: /tmp is no ROSE ledger but a folder"),
+        ('[devices.g]\nledger = "/bin/sh"\n', ("--check",), "devices.g.ledger: /bin/sh is no ROSE ledger"),
+        ('state = "/tmp"\n', ("--check",), "state: /tmp is a folder"),
+        ('state = "/none/at/all"\n', ("--check",), "state: there is no folder /none/at"),
         ("[lending.tenants]\nt = 0.0\n", ("--check",), "weights must be > 0"),
-        ('listen = "here"\n', ("--check",), "'here' is no place to listen"),
+        ('listen = "here"\n', ("--check",), "lender.toml: listen: 'here' is no place to listen"),
         ('listen = "0.0.0.0:80"\n', ("--check",), "can be reached from other machines: configure bearer tokens"),
         ('[[tokens]]\nname = "a"\nsha256 = "plain"\n', ("--check",), "tokens[0]: sha256 must be"),
         (
@@ -55,7 +66,7 @@ def test_check_says_what_would_be_lent(config: Path, capsys: pytest.CaptureFixtu
         ("", ("kill", "--device", "gpu0", "--model", "m"), "exclude each other"),
         ("", ("allow", "--grace", "3"), "--grace say nothing with allow"),
         ("", ("revoke", "--grace", "-1"), "--grace must be >= 0"),
-        ("", ("status",), "is the process alive?"),
+        ("", ("status",), "no lender answers at http://127.0.0.1:1; start it with: rose lend "),
         ("", ("status", "--token-file", "/nothing"), "cannot read the token from /nothing"),
         ("", ("--audit",), "cannot use"),
         ("", ("mode", "--mode", "loud"), "mode needs --mode NAME, one of slo"),
@@ -72,7 +83,7 @@ def test_mistakes_are_told_in_one_line(
     top = text.split("[", maxsplit=1)[0]
     rest = text[len(top) :]
     kept = [line for line in lines if line.split(" = ")[0] not in named or line.startswith("[")]
-    config.write_text(text if "state" in named else top + "".join(kept) + rest)
+    config.write_text(text if text.startswith('state = "s"') else top + "".join(kept) + rest)
     assert main(["lend", str(config), *arguments]) == 2
     assert complaint in capsys.readouterr().err
 
@@ -86,7 +97,8 @@ def test_the_kill_switch_works_without_a_lender_and_the_audit_shows_it(
         opened.lender.grant(JobId("job"), 2)
     assert Ledger.attach(tmp_path / "gpu0.ledger").budget().is_granted, "leases outlive the lender"
     assert main(["lend", str(config), "kill", "--reason", "fire"]) == 0
-    assert "no lender runs; all: stopped in the state file and the ledgers, 1 leases ended" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "no lender runs; done in the state file and the ledgers\n1 leases ended\nkill switches: all" in said
     assert not Ledger.attach(tmp_path / "gpu0.ledger").budget().is_granted
     with open_lender(configuration.load(LenderConfig, config)) as opened:
         assert opened.lender.grant(JobId("job"), 2) == ()
@@ -98,3 +110,65 @@ def test_the_kill_switch_works_without_a_lender_and_the_audit_shows_it(
     audit = json.loads(capsys.readouterr().out)
     assert (audit["problems"], audit["totals"][0]["job"]) == ([], "job")
     assert {"granted", "switch_thrown", "revoked"} <= {entry["change"] for entry in audit["entries"]}
+
+
+def test_all_actions_work_without_a_lender(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from rose import config as configuration  # noqa: PLC0415
+
+    def done(*arguments: str) -> dict[str, object]:
+        assert main(["lend", str(config), *arguments, "--json"]) == 0
+        answer: dict[str, object] = json.loads(capsys.readouterr().out)
+        return answer
+
+    loaded = configuration.load(LenderConfig, config)
+    with open_lender(loaded) as opened:
+        (lease,) = opened.lender.grant(JobId("job"), 1)
+    assert done("mode", "--mode", "quiet") == {"mode": "quiet"}
+    ledger = Ledger.attach(tmp_path / "gpu0.ledger")
+    assert (ledger.budget().mode, ledger.budget().is_granted) == (Mode.QUIET, True)
+    shown = {"lease_id": lease.lease_id, "job": "job", "device_id": "gpu0"}
+    assert done("revoke", "--grace", "5") == {"leases": [shown]}
+    assert ledger.budget().expires_s < lease.expires_s
+    assert done("kill", "--device", "gpu0") == {"switches": [{"kind": "device", "name": "gpu0"}], "leases": [shown]}
+    assert not ledger.budget().is_granted
+    assert done("allow") == {"switches": [], "leases": []}
+    with open_lender(loaded) as opened:
+        assert (opened.lender.mode, len(opened.lender.grant(JobId("job"), 1))) == (Mode.QUIET, 1)
+
+
+def test_killing_a_model_that_nobody_names_is_warned_of(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for model, is_warned in (("m", False), ("n", True)):
+        assert main(["lend", str(config), "kill", "--model", model]) == 0
+        assert ("warning: no device names the model 'n'" in capsys.readouterr().err) is is_warned
+
+
+def test_why_a_device_is_closed(config: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    from rose import config as configuration  # noqa: PLC0415
+
+    gpu0, gpu1 = DeviceId("gpu0"), DeviceId("gpu1")
+    with open_lender(configuration.load(LenderConfig, config)) as opened:
+        lender, now_s = opened.lender, opened.clock.now()
+        ledger = Ledger.attach(tmp_path / "gpu0.ledger")
+
+        def reason(heartbeat_s: float) -> str:
+            ledger.beat(heartbeat_s)
+            return lender.closed_reason(gpu0)
+
+        assert opened.ledgers[gpu1].problem == "no ledger"
+        assert reason(-math.inf) == "no heartbeat"
+        assert reason(now_s - 100).startswith("stale heartbeat (100 s old)")
+        assert reason(now_s) == ""
+        ledger.publish_usage(UsageState(kv_mean_fraction=0.95, updated_s=now_s))
+        assert reason(now_s) == "KV use 0.95"
+        lender.stop(Switch(SwitchKind.DEVICE, "gpu0"))
+        assert reason(now_s) == "kill switch (device gpu0)"
+        lender.allow()
+        ledger.publish_usage(UsageState())
+        assert lender.grant(JobId("job"), 1)
+        lender.revoke(gpu0)
+        assert reason(now_s).startswith("resting for ")
+        (tmp_path / "gpu1.ledger").write_bytes(b"ROSELEDG" + bytes(8192))
+        for _ in range(4):
+            opened.follow()
+        assert "is no ROSE ledger of version 2 but of version 0" in opened.ledgers[gpu1].problem
+    assert [record.getMessage().split(":")[0] for record in caplog.records] == ["not lent"]

@@ -132,14 +132,21 @@ def test_several_modes_are_compared(trace: Path, capsys: pytest.CaptureFixture[s
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--mode", "closed"], "--mode: 'closed' is no mode of lending; choose of slo, quiet"),
+        (["--mode", "closed"], "--mode: 'closed' is no mode of lending; choose of slo, quiet, strict, paper, ungated"),
         (["--profile", "b300:gpt"], "unknown device profile 'b300:gpt'"),
-        (["--slo-tpot-ms", "0"], "SLO tpot_s must be a positive number"),
-        (["--slo-tpot-ms", "40"], "leaves no room for one serving prefill chunk"),
-        (["--draws", "0"], "num_draws must be an integer >= 1"),
+        (["--slo-tpot-ms", "0"], "--slo-tpot-ms 0 is of no use; it must be above 0"),
+        (["--slo-ttft-ms", "inf"], "--slo-ttft-ms inf is of no use; it must be finite"),
+        (
+            ["--slo-tpot-ms", "40"],
+            "no mode could be judged: a TPOT SLO of 0.04 s leaves no room for one serving prefill",
+        ),
+        (["--chunk-tokens", "0"], "--chunk-tokens 0 is of no use; it must be 1 or more"),
+        (["--draws", "0"], "--draws 0 is of no use"),
+        (["--kv-pool-gb", "-4"], "--kv-pool-gb -4 is of no use; it must be above 0"),
         (["--kv-pool-gb", "1"], "leaves no room for rollouts"),
-        (["--kv-pool-gb", "nan"], "options:"),
-        (["--duration", "0"], "--duration 0 is not above 0"),
+        (["--kv-pool-gb", "nan"], "--kv-pool-gb nan is of no use; it must be finite"),
+        (["--interval", "0"], "--interval 0 is of no use; it must be 0.1 or more"),
+        (["--duration", "0"], "--duration 0 is of no use; it must be above 0"),
         (["--rollout-profile", "h100x4:qwen3-32b"], "choose profiles of as many"),
     ],
 )
@@ -158,4 +165,42 @@ def test_files_and_addresses_are_refused(tmp_path: Path, capsys: pytest.CaptureF
     assert "choose another folder" in fail(capsys, "--metrics", str(poor), "--out", str(blocked / "x"))
     assert main(["shadow", "--metrics", "http://127.0.0.1:9/metrics", "--interval", "0.1"]) == 2
     assert "refused; check the address" in capsys.readouterr().err
-    assert "interval_s must be" in fail(capsys, "--metrics", "http://127.0.0.1:9/metrics", "--interval", "0")
+    assert "URL scheme 'ftp' is not read" in fail(capsys, "--metrics", "ftp://10.0.0.5/metrics")
+    broken = tmp_path / "broken.prom"
+    broken.write_text('vllm:prompt_tokens_total{model="m" 1\n')
+    assert "neither Prometheus text nor a known trace format was recognised" in fail(capsys, "--metrics", str(broken))
+
+
+def test_a_refused_mode_does_not_end_the_report(
+    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--mode", "slo", "strict", "--slo-tpot-ms", "40", "--duration", "3", "--out", str(tmp_path)]
+    assert main(["shadow", "--metrics", str(trace), *options]) == 0
+    assert "refused" in capsys.readouterr().out
+    result = json.loads((tmp_path / "result.json").read_text())
+    (engine,) = result["engines"]
+    assert list(engine["modes"]) == list(result["total"]) == ["strict"]
+    reason = engine["refused"]["slo"]
+    assert "leaves no room for one serving prefill chunk of 2048 tokens" in reason
+    assert "lower --chunk-tokens, raise --slo-tpot-ms, or choose another --mode" in reason
+    assert "slo." not in reason
+    assert reason in result["advice"][0]
+    assert "choose another --mode" in (tmp_path / "report.html").read_text()
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_interrupted_computation_says_where_the_scrapes_are(
+    url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, is_kept: bool
+) -> None:
+    saved = tmp_path / "scrapes.prom"
+
+    def interrupted(*_: Any) -> None:
+        assert not is_kept or saved.read_text().count("scraped_at_s") >= 2
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("rose.simulation.shadow.study.shadow_engines", interrupted)
+    options = ["--out", str(tmp_path)] if is_kept else []
+    assert main(["shadow", "--metrics", url, "--duration", "0.2", "--interval", "0.1", *options]) == 130
+    said = capsys.readouterr().err
+    assert (f"what was read is in {saved}" if is_kept else "not kept without --out") in said
+    assert said.endswith("interrupted\n")

@@ -97,3 +97,24 @@ def test_the_kv_peak_slides_and_misses_nothing() -> None:
     assert peaks[:4] == [0.9] * 4
     assert peaks[5:] == [0.1] * 3
     assert meter.read(9.0, None, counters).kv_mean_fraction == pytest.approx(0.1, abs=0.01)
+
+
+def test_a_counter_that_could_not_be_read_is_no_use() -> None:
+    meter, counters = UsageMeter(1.0, os.getpid()), ServiceCounters()
+    readings = [None, 100.0, None, 100.0, None, 100.05]
+    fractions = [meter.read(i * 0.1, rollout_s, counters).rollout_fraction for i, rollout_s in enumerate(readings)]
+    assert fractions[:5] == [0.0] * 5
+    assert 0.0 < fractions[5] < 0.06
+
+
+def test_a_prompt_computed_elsewhere_counts_from_when_it_is_here() -> None:
+    """Its transfer is no wait for the first token, and only prompts that are here are due."""
+    accounts = ServingAccounts()
+    for name in ("a", "b"):
+        accounts.note_prompt(name, 1.0, 1.4, SLO)
+    accounts.follow(["a", "b"], [], ended_s=0.0, own_s=0.0, default=SLO)
+    accounts.restart("a", 3.0)
+    accounts.restart("gone", 3.0)
+    assert list(accounts.arriving(["a"])) == [(3.0, 1, 0.0, SLO)]
+    accounts.follow(["b"], [("a", 1)], ended_s=3.4, own_s=0.0, default=SLO)
+    assert (accounts.counters.num_requests, accounts.counters.num_broken) == (1, 0)

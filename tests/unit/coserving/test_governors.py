@@ -287,6 +287,23 @@ def test_the_budget_follows_serving_and_the_lease(site: Any, serving: ServingGov
     assert rollout_on(site).possible_kv_bytes() == math.inf
 
 
+def test_a_new_lease_begins_with_memory_even_where_time_stands_still(site: Any, serving: ServingGovernor) -> None:
+    memory = MemoryConfig(
+        pool_bytes=1000, headroom_bytes=100, granule_bytes=10, growth_fraction=0.05, growth_interval_s=0.25
+    )
+    site.grant()
+    governor = rollout_on(site, memory=memory)
+    assert governor.kv_budget_bytes() == 50
+    site.ledger.publish_budget(Budget(fencing_token=2))
+    governor.is_lease_over()
+    assert governor.kv_budget_bytes() == 0
+    site.clock.is_frozen = True
+    site.grant(token=3)
+    governor.is_lease_over()
+    assert governor.kv_budget_bytes() == 50
+    assert governor.kv_budget_bytes() == 50, "it grows no faster than before"
+
+
 def test_an_slo_without_room_for_a_prefill_chunk_is_refused(site: Any) -> None:
     with pytest.raises(ConfigError, match=r"device dev.*TPOT SLO of 0\.05 s.*4096 tokens.*max_num_batched_tokens"):
         ServingGovernor(
@@ -339,6 +356,47 @@ def test_requests_leave_nothing_behind_however_they_end(site: Any, serving: Serv
     assert not serving._arrived_s
     assert not serving._accounts._prompts
     assert not serving._accounts._answers
+
+
+def test_a_request_that_was_given_up_is_not_published_again(site: Any, serving: ServingGovernor) -> None:
+    """An abort, then an admission before the next step: who was given up is neither waiting, decoding nor counted."""
+    for name in ("a", "b"):
+        serving.note_arrival(name)
+        serving.note_admitted(name)
+    serve_one(serving, site, ServingLoad(num_running=1, decoding=[("a", 1)], waiting_ids=("b",)))
+    for name in ("a", "b"):
+        serving.note_aborted(name)
+    serving.note_arrival("c")
+    serving.note_admitted("c")
+    assert site.ledger.serving().num_waiting == 1
+    assert site.ledger.serving().deadline_s == math.inf
+    serve_one(serving, site, ServingLoad(num_running=1, decoding=[("c", 1)]))
+    assert serving._accounts.counters.num_requests == 2
+    assert serving._accounts.counters.num_tokens == 2
+
+
+def test_prompts_that_turn_out_too_long_end_lending_to_every_class(site: Any) -> None:
+    """Also where only requests of a class with a long TPOT decode, longer than the tightest one's."""
+    site.grant()
+    serving = ServingGovernor(
+        site.device("serving"),
+        site.clock,
+        CONFIG,
+        StepLog(),
+        ledgers=[site.ledger],
+        admission=AdmissionConfig(classes={"batch": Slo(ttft_s=5.0, tpot_s=1.0)}),
+        chunk_tokens=1024,
+        kv_pool_bytes=1000,
+    )
+    load = ServingLoad(num_running=1, decoding=[("a", 1)], decode_context_tokens=100)
+    serving.note_admitted("a", 0, "batch")
+    serve_one(serving, site, load)
+    assert site.ledger.serving().deadline_s > site.clock.now() + 0.3
+    serving._prefill_s = lambda num_tokens: 0.5  # type: ignore[method-assign]
+    serving._reserve_s = serving._learned_reserve_s()
+    serve_one(serving, site, load)
+    assert site.ledger.serving().deadline_s < site.clock.now()
+    serving.close()
 
 
 def test_serving_counts_its_own_time_only(site: Any, serving: ServingGovernor) -> None:
@@ -486,3 +544,19 @@ def test_an_engine_over_two_devices_needs_both(make_site: Any, tmp_path: Path) -
     assert [site.turn.holder for site in sites] == [None, None]
     for server in servers:
         server.close()
+
+
+def test_a_step_asked_for_in_frozen_time_is_not_charged_when_time_goes_on(site: Any, serving: ServingGovernor) -> None:
+    """It was given no turn; charging it would need one."""
+    site.grant()
+    governor = rollout_on(site)
+    site.clock.is_frozen = True
+    assert governor.ask_rollout(WORK, nothing)
+    site.clock.is_frozen = False
+    governor.begin(WORK, [WORK])
+    governor.finish(has_more=True)
+    assert site.turn.turns == []
+    assert governor.ask_rollout(WORK, nothing)
+    governor.begin(WORK)
+    governor.finish(has_more=True)
+    assert len(site.turn.turns) == 1

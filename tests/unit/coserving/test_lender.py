@@ -211,3 +211,10 @@ def test_a_ledger_that_was_overwritten_or_made_anew_is_put_right(cluster: Cluste
     cluster.lender.attach(lease.device_id, anew)
     assert cluster.lender.leases == (), "another lender was there"
     assert anew.budget().fencing_token == 100
+    speak(anew, 0.1)
+    (lease,) = cluster.lender.grant(JOB, 1, devices=[lease.device_id])
+    for token in (300, 500):  # another lender goes on writing there: with a lease of ours in force, then without
+        anew.publish_budget(Budget(fencing_token=token, is_granted=True, expires_s=9e9))
+        assert cluster.lender.check_ledgers() == (lease.device_id,)
+        assert cluster.lender.leases == ()
+        assert anew.budget() == Budget(mode=cluster.lender.mode, fencing_token=token + 1)

@@ -261,6 +261,7 @@ def test_grants_and_ends_wait_for_the_disk_and_renewals_do_not(site: Site) -> No
 def test_one_lender_a_state_and_only_a_lenders_state(site: Site, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="another lender uses the lender state"):
         SqliteStore(site.root / "state")
+    assert {path.stat().st_mode & 0o777 for path in site.root.glob("state*")} == {0o600}
     (tmp_path / "text").write_text("this is no database, and long enough to be told from one" * 20)
     with pytest.raises(ConfigError, match=r"cannot use .*text"):
         SqliteStore(tmp_path / "text")

@@ -10,10 +10,12 @@ import time
 from pathlib import Path
 
 import attrs
+import pytest
 
 from rose.backends.turn_lock import TurnLock
 from rose.coserving.ledger import Ledger, RolloutState
-from rose.coserving.watchdog import Watchdog, process_start
+from rose.coserving.processes import process_start
+from rose.coserving.watchdog import Watchdog
 
 HOLD = """
 import sys, time
@@ -75,3 +77,31 @@ def test_only_the_process_that_the_ledger_means_is_ended(tmp_path: Path) -> None
         bystander.kill()
         bystander.wait()
     assert process_start(bystander.pid) == 0
+
+
+def test_a_process_that_may_not_be_ended_does_not_end_the_heartbeat(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that looks goes on; nor does a name of any bytes stop it."""
+    sleep = tmp_path / "sl\xffeep".encode("latin-1").decode("utf-8", "surrogateescape")
+    sleep.symlink_to("/bin/sleep")
+    bystander = subprocess.Popen([sleep, "60"])
+    try:
+        deadline = time.monotonic() + 5
+        while not (start := process_start(bystander.pid)):
+            assert time.monotonic() < deadline
+        ledger = Ledger.create(tmp_path / "ledger")
+        ledger.publish_rollout(RolloutState(pid=bystander.pid, pid_start=start))
+
+        def refuse(pid: int, number: int) -> None:
+            raise PermissionError(1, "Operation not permitted")
+
+        monkeypatch.setattr(os, "kill", refuse)
+        watchdog = Watchdog([ledger], grace_s=0.05)
+        watchdog.begin(0.0)
+        watchdog.look(100.0)
+        assert watchdog.num_ended == 0
+    finally:
+        monkeypatch.undo()
+        bystander.kill()
+        bystander.wait()

@@ -25,7 +25,7 @@ from rose.backends.vllm.step_control import read_settings
 from rose.cli.main import main
 from rose.clocks import MonotonicClock
 from rose.coserving.ledger import Ledger, RolloutState, UsageState
-from rose.coserving.watchdog import process_start
+from rose.coserving.processes import ProcessName, process_start
 from rose.errors import ConfigError, EngineLostError, TransportError
 from rose.hosts.http import executor
 from rose.hosts.http.executor_config import (
@@ -37,7 +37,7 @@ from rose.hosts.http.executor_config import (
 )
 from rose.hosts.http.executor_metrics import ExecutorCollector
 from rose.hosts.http.executor_rollout import RestartConfig, RolloutSupervisor
-from rose.hosts.http.executor_serving import ProcessName, ServingProcess, read_pid_file, stop
+from rose.hosts.http.executor_serving import ServingProcess, read_pid_file, stop
 from rose.testing import FakeEngine
 from rose.testing.contracts.streams import until
 
@@ -189,6 +189,8 @@ async def test_a_stale_heartbeat_is_told(serving: Any):
     await made.wait_until_heard()
     serving.ledger.beat(MonotonicClock().now() - 3)
     assert re.match(r"serving's heartbeat is 3\.\d s old", made.problem)
+    serving.ledger.beat(MonotonicClock().now() + 1e6)
+    assert "of another boot" in made.problem
 
 
 # The configuration.

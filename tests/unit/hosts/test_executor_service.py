@@ -15,8 +15,10 @@ import pytest_asyncio
 
 pytest.importorskip("aiohttp", reason="aiohttp is not installed: pip install 'rose-rl[http]'")
 
+from aiohttp import web
 from executor_parts import Parts, executor_parts, request
 
+from rose.backends.remote import RemoteEngine
 from rose.backends.remote.client import HttpClient
 from rose.errors import (
     ConfigError,
@@ -28,6 +30,7 @@ from rose.errors import (
     RequestRefusedError,
     VersionConflictError,
 )
+from rose.hosts.http.server import bind, make_app, parse_place, served
 from rose.interfaces.serving import PauseMode
 from rose.testing import fake_update
 from rose.testing.contracts.streams import collect, reading, until
@@ -126,6 +129,16 @@ async def test_what_was_held_back_is_let_go_with_the_lease(parts: Parts):
     async with asyncio.timeout(2):
         assert (await collect(parts.remote, request())).finish_reason is FinishReason.LENGTH
     assert (await parts.remote.snapshot()).kv_total_tokens == parts.fake.kv_total_tokens
+
+
+async def test_what_the_holder_before_held_back_does_not_bind_the_next(parts: Parts):
+    """Also where the next one is quicker than the look at who holds the lease."""
+    await parts.remote.set_gate(is_open=False)
+    parts.lend(8)
+    parts.remote.set_lease(8)
+    await parts.remote.set_kv_budget(5)
+    assert parts.fake._is_gate_open
+    assert parts.fake._kv_budget_tokens == 5
 
 
 async def test_an_unreadable_ledger_starts_nothing_and_ends_nothing(parts: Parts):
@@ -266,6 +279,22 @@ async def test_a_lost_executor_is_a_lost_engine(tmp_path: Path):
     with pytest.raises(EngineLostError):
         await collect(remote, request())
     await remote.close()
+
+
+@pytest.mark.parametrize("answer", [[], {}, 7, {"num_running": "x"}])
+async def test_a_stranger_at_the_address_is_a_lost_engine(answer: object):
+    async def talk(_: web.Request) -> web.Response:
+        return web.json_response(answer)
+
+    listener = bind(parse_place("127.0.0.1:0"), ())
+    routes = [web.get("/v1/snapshot", talk), web.post("/v1/generate", talk)]
+    async with served(make_app(routes), listener) as url:
+        remote = RemoteEngine(url)
+        with pytest.raises(EngineLostError, match="no executor"):
+            await collect(remote, request())
+        with pytest.raises(EngineLostError, match="no executor"):
+            await remote.snapshot()
+        await remote.close()
 
 
 async def test_sleep_and_wake(parts: Parts):

@@ -22,7 +22,7 @@ from rose.backends.memory import MemoryTransport
 from rose.backends.remote.client import HttpClient
 from rose.backends.remote.wire import error_from_wire, error_name, error_to_wire, status_of
 from rose.errors import ConfigError, EngineError, EngineLeaseError, EngineLostError, RoseError, TransportError
-from rose.hosts.http.auth import Access, TokenConfig, caller, require
+from rose.hosts.http.auth import Access, TokenConfig, _identify, caller, require
 from rose.hosts.http.server import Health, Place, bind, make_app, parse_place, read_json, served, url_of
 
 NUM_SERVERS = 50
@@ -154,6 +154,8 @@ def test_a_token_is_a_digest():
     with pytest.raises(ValueError, match="sha256"):
         TokenConfig(name="job", sha256="the token itself")
     assert token("job").sha256 not in repr(token("job"))
+    assert _identify("Bearer \udcff", TOKENS) is None, "bytes that are no text are no token"
+    assert _identify("Bearer job", TOKENS) is not None
 
 
 # Errors.

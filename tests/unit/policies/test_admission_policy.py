@@ -92,6 +92,7 @@ def test_doubt_closes_the_gate() -> None:
     assert held(Mode.SLO, None) is HoldReason.UNREADABLE
     assert held(Mode.SLO, attrs.evolve(IDLE, heartbeat_s=NOW_S - 1.1)) is HoldReason.STALE
     assert held(Mode.SLO, attrs.evolve(IDLE, heartbeat_s=NOW_S - 0.9)) is None
+    assert held(Mode.SLO, attrs.evolve(IDLE, heartbeat_s=NOW_S + 1.1)) is HoldReason.STALE, "of the boot before"
     assert held(Mode.UNGATED, None) is None
 
 

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rose.policies.fair_shares import water_fill
 from rose.policies.lending import (
     Ask,
     DeviceUse,
@@ -167,3 +168,11 @@ def test_who_is_behind_gets_the_odd_device_or_one_more_than_its_share() -> None:
 def test_weights_must_be_positive() -> None:
     with pytest.raises(ValueError, match="weights must be > 0, which those of t are not"):
         LendingConfig(tenants={"t": 0.0, "u": 1.0})
+
+
+@given(st.dictionaries(st.sampled_from("abcd"), st.tuples(st.integers(0, 9), st.floats(1e-20, 1e20)), min_size=1))
+def test_shares_add_up_whatever_the_weights(wants: dict[str, tuple[int, float]]) -> None:
+    demands = {name: float(demand) for name, (demand, _) in wants.items()}
+    shares = water_fill(demands, {name: weight for name, (_, weight) in wants.items()}, 7.0)
+    assert sum(shares.values()) == pytest.approx(min(7.0, sum(demands.values())))
+    assert all(-1e-9 <= shares[name] <= demands[name] for name in demands)

@@ -105,6 +105,23 @@ def test_a_host_answers_its_requests_by_name():
     run(clock, work())
 
 
+def test_a_new_arm_does_not_add_to_the_load_of_the_one_before():
+    clock = ManualClock()
+    engines = [engine(clock, "s0")]
+
+    async def work():
+        host = _Host(clock, engines)
+        for label in ("kill", "revoke"):
+            await host.handle(do="replay", label=label, arrivals=[[(0.0, 5, 400), (1.0, 6, 400)]], vocab_size=9)
+            await clock.sleep(0.9)
+        assert engines[0].num_in_flight == 1
+        await clock.sleep(0.5)
+        await host.handle(do="stop")
+        return [request.request_id for request in engines[0].requests]
+
+    assert run(clock, work()) == ["kill-s0-0", "revoke-s0-0", "revoke-s0-1"]
+
+
 def test_an_answer_without_a_token_does_not_end_the_host():
     """An engine that is paused with ``abort`` ends a stream before its first token."""
     clock = ManualClock()

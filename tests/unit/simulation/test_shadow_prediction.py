@@ -49,7 +49,7 @@ def recorded(truth: Truth, names: dict[str, str], interval_s: float = 2.0) -> En
 
 
 def config(*modes: Mode, num_draws: int = 1) -> ShadowConfig:
-    return ShadowConfig(modes=modes, num_draws=num_draws, pool_bytes=POOL_BYTES, chunk_tokens=2048, lead_requests=LEAD)
+    return ShadowConfig(modes=modes, num_draws=num_draws, pool_bytes=POOL_BYTES, lead_requests=LEAD)
 
 
 @pytest.mark.parametrize("gpu", TRUE_FACTORS)

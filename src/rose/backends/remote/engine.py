@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
 from typing import Any
 
 from rose.backends.remote import wire
@@ -96,9 +96,10 @@ class RemoteEngine(ServingEngine):
         try:
             async with contextlib.aclosing(lines):
                 async for line in lines:
-                    if "error" in line:
+                    if isinstance(line, Mapping) and "error" in line:
                         raise wire.error_from_wire(line)
-                    chunk = wire.chunk_from_wire(line)
+                    with self._understood():
+                        chunk = wire.chunk_from_wire(line)
                     yield chunk
                     if chunk.finish_reason is not None:
                         return
@@ -127,9 +128,10 @@ class RemoteEngine(ServingEngine):
         except EngineLostError as error:
             self._lose(error)
             raise
+        with self._understood():
+            reading = wire.snapshot_from_wire(data, self._clock.now())
+            self._is_asleep = bool(data.get("is_asleep"))
         self._lost, self._incarnation = None, heard.get(wire.ENGINE_HEADER)
-        self._is_asleep = bool(data.get("is_asleep"))
-        reading = wire.snapshot_from_wire(data, self._clock.now())
         self._version = reading.weight_version
         return reading
 
@@ -198,6 +200,17 @@ class RemoteEngine(ServingEngine):
         except EngineLostError as error:
             self._lose(error)
             raise
+
+    @contextlib.contextmanager
+    def _understood(self) -> Iterator[None]:
+        """Count the engine as lost where something else answers at its address."""
+        try:
+            yield
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            message = f"what answers at {self._client.url} is no executor ({error!r}); look at who listens there"
+            lost = EngineLostError(message)
+            self._lose(lost)
+            raise lost from error
 
     @property
     def _headers(self) -> dict[str, str]:

@@ -19,8 +19,8 @@ Life cycle of a request:
 
 from __future__ import annotations
 
+import os
 import time
-from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -104,7 +104,7 @@ class FileKvConnector(KVConnectorBase_V1):  # type: ignore[misc] # vLLM is untyp
         self._tensors: dict[str, torch.Tensor] = {}
         self._pending: dict[str, tuple[_Load, float]] = {}
         self._failed_blocks: set[int] = set()
-        self._written: deque[tuple[Path, int]] = deque()
+        self._written: dict[Path, int] = {}  # sizes, oldest first
 
     # -- in the scheduler
 
@@ -170,12 +170,15 @@ class FileKvConnector(KVConnectorBase_V1):  # type: ignore[misc] # vLLM is untyp
         for save in self._get_connector_metadata().saves:
             path = self._path(save.key)
             blocks = {name: tensor[save.block_ids].contiguous() for name, tensor in self._tensors.items()}
-            beside = path.with_suffix(".part")
+            beside = path.with_suffix(f".{os.getpid()}.part")  # another engine may write the same prompt now
             safetensors.torch.save_file(blocks, beside)
-            self._written.append((path, beside.stat().st_size))
+            self._written.pop(path, None)
+            self._written[path] = beside.stat().st_size
             beside.rename(path)
-        while sum(size for _, size in self._written) > self._kept_bytes:
-            self._written.popleft()[0].unlink(missing_ok=True)
+        while sum(self._written.values()) > self._kept_bytes and len(self._written) > 1:
+            oldest = next(iter(self._written))
+            del self._written[oldest]
+            oldest.unlink(missing_ok=True)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[None, set[str]]:
         """Return the requests whose load is over, failed ones and those that ended meanwhile included."""

@@ -1,9 +1,9 @@
 """ROSE's vLLM plugin (entry point ``vllm.general_plugins``), loaded in every vLLM process of the environment.
 
 Most of those processes have nothing to do with ROSE, so registering only adds: methods to ``EngineCore``, a name to
-vLLM's weight-transfer registry, a guard against a start-up crash beside numba, on CPUs seeded sampling of chunked prompts,
-and on CPUs plain weights (linears and experts) and KV memory in large pages, both of which take effect for engines with
-``WeightTransferConfig(backend="rose")`` alone.
+vLLM's weight-transfer registry, a guard against a start-up crash beside numba; on CPUs leave to use AMX tiles, seeded sampling of
+chunked prompts, and plain weights (linears and experts) and KV memory in large pages, both of which take effect for engines
+with ``WeightTransferConfig(backend="rose")`` alone.
 """
 
 from __future__ import annotations
@@ -40,9 +40,21 @@ def register() -> None:
         logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # warns at every start without Triton
     _guard_module_walk()
     if current_platform.is_cpu():
+        _allow_tiles()
         plain_weights.install()
         cpu_generators.install()
         kv_memory.install()
+
+
+def _allow_tiles() -> None:
+    """Ask the system for AMX tiles, where there are some.
+
+    vLLM's CPU attention uses them unasked, which ends the process (SIGILL) unless oneDNN has asked before; a small packed model never
+    gets there.
+    """
+    import torch  # noqa: PLC0415 - heavy
+
+    torch.cpu._init_amx()  # noqa: SLF001 - there is no public one
 
 
 def _guard_module_walk() -> None:

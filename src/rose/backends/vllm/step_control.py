@@ -11,6 +11,7 @@ from typing import Any, Literal, cast
 import attrs
 from attrs import validators as v
 
+from rose.backends.cuda import CudaDevice
 from rose.backends.gang import GangDevice
 from rose.backends.host import HostDevice
 from rose.backends.paced import PacedClock, PacedDevice, profile_named
@@ -37,18 +38,20 @@ class DeviceSettings:
     """Which device an engine runs on.
 
     Attributes:
-        kind: ``paced`` (needs ``clock`` and ``profile``) or ``host``.
+        kind: ``paced`` (needs ``clock`` and ``profile``), ``host`` or ``cuda``.
         path: The device's file; engines with the same path share the device. A list for an engine over several devices, as many
             as its tensor-parallel ranks.
         clock: The paced clock's file.
-        profile: ``gpu:model``, see ``rose.backends.paced.PROFILES``.
+        profile: ``gpu:model``, see ``rose.backends.paced.PROFILES``; a first guess of step times on ``cuda``.
+        memory: Of ``cuda``: how KV budgets move memory, see ``rose.backends.cuda.CudaDevice``.
         tokens_per_token: Modelled tokens that one token of the real engine stands for.
     """
 
-    kind: Literal["paced", "host"]
+    kind: Literal["paced", "host", "cuda"]
     path: str | tuple[str, ...]
     clock: str | None = None
     profile: str | None = None
+    memory: Literal["kvcached", "sleep"] = "kvcached"
     tokens_per_token: int = attrs.field(default=1, validator=v.ge(1))
 
 
@@ -93,6 +96,9 @@ def read_settings(table: Mapping[str, Any]) -> RoseSettings:
             f"rose.device.path names {len(_many(device.path))} devices and rose.ledger {len(_many(settings.ledger))} "
             "ledgers; give each device its own ledger"
         )
+        raise ConfigError(message)
+    if device is not None and device.kind == "cuda" and len(_many(device.path)) > 1:
+        message = "rose.device: an engine over several CUDA devices cannot be shared yet; name one path"
         raise ConfigError(message)
     if device is not None and device.kind == "paced" and (device.clock is None or device.profile is None):
         message = f"rose.device {device.path} is paced: set rose.device.clock and rose.device.profile"
@@ -140,15 +146,16 @@ def open_control(settings: RoseSettings, scheduler: Any) -> StepControl:
     timing, log = settings.timing, StepLog(1_000_000 if settings.log_steps else 0)
     if settings.device.profile is not None:
         timing = attrs.evolve(timing, host_gap_s=profile_named(settings.device.profile).host_gap_s)
+    bytes_each = token_bytes(settings.device, scheduler)
     if settings.role == "alone":
-        return DeviceControl(settings, StepGovernor(device, clock, timing, log))
+        return DeviceControl(settings, StepGovernor(device, clock, timing, log), bytes_each)
     ledgers = [Ledger.attach(path) for path in _many(settings.ledger or ())]
     if settings.role == "rollout":
         rollout = RolloutGovernor(
             device, clock, timing, log, ledgers=ledgers, admission=settings.admission, memory=settings.memory
         )
-        return RolloutControl(settings, rollout)
-    pool_bytes = scheduler.num_kv_tokens * token_bytes(settings.device)
+        return RolloutControl(settings, rollout, bytes_each)
+    pool_bytes = scheduler.num_kv_tokens * bytes_each
     serving = ServingGovernor(
         device,
         clock,
@@ -159,16 +166,18 @@ def open_control(settings: RoseSettings, scheduler: Any) -> StepControl:
         chunk_tokens=scheduler.max_num_scheduled_tokens,
         kv_pool_bytes=settings.memory.pool_bytes if settings.memory else pool_bytes / len(ledgers),
     )
-    return ServingControl(settings, serving)
+    return ServingControl(settings, serving, bytes_each)
 
 
 def _many(paths: str | Sequence[str]) -> tuple[str, ...]:
     return (paths,) if isinstance(paths, str) else tuple(paths)
 
 
-def open_device(settings: DeviceSettings) -> PacedDevice | HostDevice | GangDevice:
+def open_device(settings: DeviceSettings) -> PacedDevice | HostDevice | CudaDevice | GangDevice:
     """Open a device by its settings; a gang where it names several."""
     paths = _many(settings.path)
+    if settings.kind == "cuda":
+        return CudaDevice(paths[0], memory=settings.memory, profile=settings.profile)
     if settings.kind == "host":
         hosts = [HostDevice(path) for path in paths]
         return hosts[0] if len(hosts) == 1 else GangDevice(hosts)
@@ -177,16 +186,20 @@ def open_device(settings: DeviceSettings) -> PacedDevice | HostDevice | GangDevi
     return paced[0] if len(paced) == 1 else GangDevice(paced)
 
 
-def token_bytes(settings: DeviceSettings) -> int:
-    """Return the KV bytes, as modelled, of one engine token; 1 where nothing is modelled."""
-    return profile_named(settings.profile).kv_bytes_per_token * settings.tokens_per_token if settings.profile else 1
+def token_bytes(settings: DeviceSettings, scheduler: Any) -> float:
+    """Return the KV bytes of one engine token on all devices of the engine: as modelled on a paced device, else as they are."""
+    if settings.kind == "paced":
+        return float(profile_named(settings.profile or "").kv_bytes_per_token * settings.tokens_per_token)
+    plan = scheduler.kv_cache_config
+    one_rank = sum(tensor.size for tensor in plan.kv_cache_tensors) / (plan.num_blocks * int(scheduler.block_size))
+    return float(one_rank * len(_many(settings.path)))
 
 
 class StepControl:
     """No device: every step may start at once."""
 
     governor: StepGovernor | None = None
-    token_bytes: int | None = None
+    token_bytes: float | None = None
 
     def may_step(self, scheduler: Any) -> bool:  # noqa: ARG002 - the face of all controls
         """Return whether a step may start now; the turn is held then."""
@@ -233,13 +246,13 @@ class StepControl:
 class DeviceControl(StepControl):
     """A dedicated device."""
 
-    def __init__(self, settings: RoseSettings, governor: StepGovernor) -> None:
-        """Control steps through ``governor``."""
+    def __init__(self, settings: RoseSettings, governor: StepGovernor, token_bytes: float) -> None:
+        """Control steps through ``governor``; a token of the engine holds ``token_bytes`` of KV."""
         if settings.device is None:
             message = "a step control needs rose.device"
             raise ConfigError(message)
         self.governor = governor
-        self.token_bytes = token_bytes(settings.device)
+        self.token_bytes = token_bytes
         self._scale = settings.device.tokens_per_token
         self._chunk = settings.chunk
         self._chunk_cap: int | None = None
@@ -296,9 +309,9 @@ class DeviceControl(StepControl):
 class ServingControl(DeviceControl):
     """The engine that owns a shared device. Its chunk is vLLM's own; its state goes to the ledger."""
 
-    def __init__(self, settings: RoseSettings, governor: StepGovernor) -> None:
+    def __init__(self, settings: RoseSettings, governor: StepGovernor, token_bytes: float) -> None:
         """Control serving's steps; on a decode device prompts come computed."""
-        super().__init__(settings, governor)
+        super().__init__(settings, governor, token_bytes)
         self._is_decode = settings.admission.role is Role.DECODE
         self._has_turn = False
 
@@ -401,7 +414,7 @@ def _wants_device(scheduler: Any) -> bool:
     return bool(scheduler.running) or not all(_is_kv_awaited(scheduler, request) for request in waiting)
 
 
-def serving_load(scheduler: Any, bytes_per_token: int, *, is_decode: bool = False) -> ServingLoad:
+def serving_load(scheduler: Any, bytes_per_token: float, *, is_decode: bool = False) -> ServingLoad:
     """Return serving's requests as the ledger wants them.
 
     Args:

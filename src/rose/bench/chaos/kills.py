@@ -17,6 +17,7 @@ from rose.bench.chaos.site import Device, Site
 from rose.errors import EngineLostError, LedgerError, RoseError
 
 _POLL_S = 0.05
+_DRAWS = 3
 
 
 class Victim(enum.Enum):
@@ -78,15 +79,11 @@ class Killer:
         self.kills: list[Kill] = []
 
     async def kill_any(self) -> Kill | None:
-        """Kill a random part that is well; ``None`` when there is none."""
-        victims = list(Victim)
-        self._rng.shuffle(victims)
-        names = list(self._site.devices)
-        self._rng.shuffle(names)
-        for victim in victims:
-            for name in names:
-                if kill := await self.kill(victim, name):
-                    return kill
+        """Kill a random part; ``None`` when all that were drawn are not well, so that what still stands is not killed over and over."""
+        for _ in range(_DRAWS):
+            victim, name = self._rng.choice(list(Victim)), self._rng.choice(list(self._site.devices))
+            if kill := await self.kill(victim, name):
+                return kill
         return None
 
     async def kill(self, victim: Victim, name: str, part: ServingPart | None = None) -> Kill | None:

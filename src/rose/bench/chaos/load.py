@@ -18,7 +18,7 @@ from rose.pool import Borrower, RolloutPool
 from rose.pool.remote_lender import RemoteLender
 from rose.types import DeviceId, HopEnd, JobId, Sampling, Turn
 
-_TIMEOUT_S = 30.0
+_TIMEOUT_S = 60.0
 _NUM_PROMPTS = 6
 _FIRST_TOKEN = 3
 _PAUSE_S = 0.1

@@ -129,7 +129,7 @@ class Site:
 
 
 @contextlib.asynccontextmanager
-async def running(config: SiteConfig, start_s: float = 240.0) -> AsyncIterator[Site]:
+async def running(config: SiteConfig, start_s: float = 600.0) -> AsyncIterator[Site]:
     """Run a site; whatever happens, nothing of it is left afterwards.
 
     Raises:

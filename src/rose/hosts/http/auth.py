@@ -42,7 +42,7 @@ class TokenConfig:
     """
 
     name: str = attrs.field(validator=checks.text(r"[\w.-]+"))
-    sha256: str = attrs.field(validator=checks.text(r"[0-9a-f]{64}"), repr=False)
+    sha256: str = attrs.field(validator=checks.text(r"[0-9a-fA-F]{64}"), repr=False)
     access: Access = Access.JOB
 
 
@@ -62,9 +62,13 @@ def guard(tokens: Sequence[TokenConfig]) -> Any:
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
-        sender = _identify(request.headers.get("Authorization", ""), tokens) if tokens else Caller()
+        header = request.headers.get("Authorization", "")
+        sender = _identify(header, tokens) if tokens else Caller()
         if sender is None and request.path not in _OPEN_PATHS:
-            answer = error_response(401, "unauthorized", "this needs a bearer token: Authorization: Bearer ...")
+            message = "this needs a bearer token: Authorization: Bearer ..."
+            if header.lower().startswith(_SCHEME):
+                message = "unknown token: no [[tokens]] of this service has its sha256"
+            answer = error_response(401, "unauthorized", message)
             answer.headers["WWW-Authenticate"] = "Bearer"
             return answer
         _CALLER.set(sender or Caller(access=Access.READ))
@@ -77,8 +81,9 @@ def _identify(header: str, tokens: Sequence[TokenConfig]) -> Caller | None:
     """Return whose token it is. All are compared, so that the time tells nothing."""
     if not header.lower().startswith(_SCHEME):
         return None
-    digest = hashlib.sha256(header[len(_SCHEME) :].strip().encode()).hexdigest()
-    found = [token for token in tokens if hmac.compare_digest(token.sha256, digest)]
+    given = header[len(_SCHEME) :].strip().encode(errors="surrogateescape")  # as the server decodes headers
+    digest = hashlib.sha256(given).hexdigest()
+    found = [token for token in tokens if hmac.compare_digest(token.sha256.lower(), digest)]
     return Caller(found[0].name, found[0].access) if found else None
 
 
@@ -96,6 +101,6 @@ def require(*allowed: Access) -> Caller:
     sender = caller()
     if sender.access is not Access.CONTROL and sender.access not in allowed:
         names = " or ".join(access.value for access in (*allowed, Access.CONTROL))
-        message = f"the token of {sender.name!r} allows to {sender.access.value}; this needs one for {names}"
+        message = f"the token of {sender.name!r} has access {sender.access.value}; this needs one with access {names}"
         raise web.HTTPForbidden(reason=message)
     return sender

@@ -26,13 +26,14 @@ from prometheus_client import CollectorRegistry
 from rose.backends.vllm.lifeline import LIFELINE
 from rose.clocks import MonotonicClock
 from rose.coserving.ledger import Ledger
+from rose.coserving.processes import ProcessName
 from rose.errors import ConfigError, EngineLostError, LedgerError
 from rose.hosts.http.executor_config import ExecutorConfig, rollout_options, serving_command, serving_environment
 from rose.hosts.http.executor_lease import HoldWatch, LeaseGate
 from rose.hosts.http.executor_metrics import ExecutorCollector
 from rose.hosts.http.executor_rollout import RolloutSupervisor
 from rose.hosts.http.executor_service import RolloutService
-from rose.hosts.http.executor_serving import ProcessName, ServingProcess, locked
+from rose.hosts.http.executor_serving import ServingProcess, locked
 from rose.hosts.http.server import Health, bind, make_app, parse_place, served
 from rose.interfaces import ServingEngine
 from rose.interfaces.clock import Clock
@@ -179,7 +180,7 @@ async def end_leftovers(ledgers: Sequence[Ledger]) -> None:
         except LedgerError:
             continue  # its writer died half-way
         process = ProcessName(state.pid, state.pid_start)
-        if not process.is_running():
+        if process.pid == os.getpid() or not process.is_running():
             continue
         with contextlib.suppress(ProcessLookupError):
             os.kill(process.pid, signal.SIGKILL)

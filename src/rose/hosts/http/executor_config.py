@@ -7,6 +7,8 @@ force (``slo``, ``quiet`` and so on) and the lease are the lender's, in the ledg
 from __future__ import annotations
 
 import json
+import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,10 +23,11 @@ from rose.config import load
 from rose.errors import ConfigError
 from rose.hosts.http.auth import TokenConfig
 from rose.hosts.http.executor_rollout import RestartConfig
+from rose.hosts.http.lender_config import ledger_problems
 from rose.hosts.http.server import parse_place
 from rose.policies.admission import AdmissionConfig
 from rose.policies.memory import MemoryConfig
-from rose.types import EngineId, WeightVersion
+from rose.types import WeightVersion
 
 _OPTIONS_OF_ROSE = ("engine_id", "model", "initial_version", "tensor_parallel_size", "rose", "scheduler_cls")
 
@@ -147,8 +150,17 @@ def load_config(path: Path | str) -> ExecutorConfig:
     """
     config = load(ExecutorConfig, path)
     problems = []
-    place = parse_place(config.listen)
-    if not place.is_loopback and not config.tokens:
+    if not re.fullmatch(r"[^\s/\\]+", _engine_id(config)):
+        key = (
+            "rollout.engine_id" if config.rollout.engine_id is not None else "device.paths[0], which names the engine,"
+        )
+        problems.append(f"{key}: a name is without spaces and slashes and not empty, got {_engine_id(config)!r}")
+    try:
+        is_open = not parse_place(config.listen).is_loopback
+    except ConfigError as error:
+        is_open = False
+        problems.append(f"listen: {error}")
+    if is_open and not config.tokens:
         problems.append(f"listen = {config.listen!r} can be reached from other machines: configure [[tokens]]")
     names = [token.name for token in config.tokens]
     problems += [
@@ -179,7 +191,38 @@ def _check_settings(config: ExecutorConfig, path: Path | str) -> None:
             read_settings(settings)
         except ConfigError as error:
             raise ConfigError("\n".join(f"{path}: {where}: {line}" for line in str(error).splitlines())) from error
-    rollout_options(config)
+    try:
+        rollout_options(config)
+    except ConfigError as error:
+        raise ConfigError("\n".join(f"{path}: {line}" for line in str(error).splitlines())) from error
+
+
+def place_problems(config: ExecutorConfig) -> list[str]:
+    """Return what is wrong with the files and folders that a configuration names, each with its key; nothing is made."""
+    problems = []
+    found = next(
+        folder for folder in (config.run_dir.absolute(), *config.run_dir.absolute().parents) if folder.exists()
+    )
+    if not found.is_dir() or not os.access(found, os.W_OK | os.X_OK):
+        problems.append(f"run_dir: {config.run_dir} cannot be made, {found} is no folder that you may write to")
+    shared = config.device
+    files = [(f"device.paths[{index}]", path) for index, path in enumerate(shared.paths)]
+    files += [(f"device.ledgers[{index}]", path) for index, path in enumerate(shared.ledgers)]
+    files += [] if shared.clock is None else [("device.clock", shared.clock)]
+    for key, path in files:
+        folder = Path(path).absolute().parent
+        if not folder.is_dir():
+            problems.append(f"{key}: there is no folder {folder}; make it first")
+        elif not path or (Path(path).is_dir() and not key.startswith("device.ledgers")):
+            problems.append(f"{key}: {path!r} is no file; name one, it is made where missing")
+        elif key.startswith("device.ledgers"):
+            problems += ledger_problems(key, Path(path))
+    return problems
+
+
+def _engine_id(config: ExecutorConfig) -> str:
+    engine_id = config.rollout.engine_id
+    return Path(config.device.paths[0]).stem if engine_id is None else engine_id
 
 
 def rollout_options(config: ExecutorConfig) -> VllmOptions:
@@ -194,17 +237,22 @@ def rollout_options(config: ExecutorConfig) -> VllmOptions:
         message = f"rollout.options: {', '.join(own)} is set by the executor itself; see [rollout] and [device]"
         raise ConfigError(message)
     try:
-        return VllmOptions(
-            engine_id=EngineId(rollout.engine_id or Path(config.device.paths[0]).stem),
-            model=rollout.model,
-            initial_version=None if rollout.initial_version is None else WeightVersion.parse(rollout.initial_version),
-            tensor_parallel_size=len(config.device.paths),
-            rose=rollout_settings(config),
-            **rollout.options,
-        )
-    except (TypeError, ValueError) as error:
-        message = f"rollout: {error.args[0]}"
+        version = None if rollout.initial_version is None else WeightVersion.parse(rollout.initial_version)
+    except ValueError as error:
+        message = f"rollout.initial_version: {error}"
         raise ConfigError(message) from error
+    given = {
+        **rollout.options,
+        "engine_id": _engine_id(config),
+        "model": rollout.model,
+        "initial_version": version,
+        "tensor_parallel_size": len(config.device.paths),
+        "rose": rollout_settings(config),
+    }
+    try:
+        return load(VllmOptions, given)
+    except ConfigError as error:
+        raise ConfigError("\n".join(f"rollout.options.{line}" for line in str(error).splitlines())) from error
 
 
 def rollout_settings(config: ExecutorConfig) -> dict[str, Any]:

@@ -18,8 +18,14 @@ from rose.hosts.http.executor_serving import ServingProcess
 from rose.interfaces.clock import Clock
 
 _DEVICE_GAUGES: Mapping[str, tuple[str, str]] = {
-    "usage.busy_fraction": ("rose_device_busy_fraction", "Share of the window in which the device computed"),
-    "usage.rollout_fraction": ("rose_device_rollout_fraction", "Share of the window in which it computed for rollouts"),
+    "usage.busy_fraction": (
+        "rose_device_busy_fraction",
+        "Share of the window in which the device computed for serving",
+    ),
+    "usage.rollout_fraction": (
+        "rose_device_rollout_fraction",
+        "Share of the window in which the device computed for rollouts",
+    ),
     "usage.window_s": ("rose_device_window_seconds", "Length of the window of the fractions"),
     "usage.kv_mean_fraction": ("rose_serving_kv_mean_fraction", "Serving's mean KV use over the window"),
     "usage.kv_peak_fraction": ("rose_serving_kv_peak_fraction", "Serving's largest KV use over the window"),
@@ -36,8 +42,11 @@ _DEVICE_GAUGES: Mapping[str, tuple[str, str]] = {
 _DEVICE_COUNTERS: Mapping[str, tuple[str, str]] = {
     "rollout.num_evicted": ("rose_rollout_evictions", "Rollout requests that the engine evicted since its start"),
     "rollout.busy_s": ("rose_rollout_device_seconds", "Device time that rollouts took since the engine's start"),
-    "rollout.num_tokens": ("rose_rollout_device_tokens", "Tokens that the rollout engine made since its start"),
-    "usage.num_requests": ("rose_serving_requests", "Serving's finished requests since its start"),
+    "rollout.num_tokens": (
+        "rose_rollout_device_tokens",
+        "Tokens that the rollout engine computed since its start, prompts included",
+    ),
+    "usage.num_requests": ("rose_serving_requests", "Serving's requests that got their first token since its start"),
     "usage.num_broken": ("rose_serving_requests_broken", "Of these, beyond their TTFT or mean TPOT budget"),
     "usage.num_gaps_broken": ("rose_serving_gaps_broken", "Gaps between two tokens beyond the TPOT budget"),
     "usage.debt_s": ("rose_serving_slo_debt_seconds", "Seconds beyond the budgets, summed"),

@@ -180,7 +180,9 @@ class RolloutService:
             body = await read_json(request)
             engine, tokens = self._permit(request)
             if name in LASTING:
-                self._changed = engine, tokens
+                changed, self._changed = self._changed, (engine, tokens)
+                if changed is not None and changed[1] != tokens:  # of the holder before, whose end was not seen yet
+                    await restore(changed[0])
             return self._answer(await command(engine, body))
 
         return handle

@@ -20,18 +20,17 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-
-import attrs
+from typing import BinaryIO
 
 from rose.backends.vllm.lifeline import LIFELINE
 from rose.coserving.ledger import Ledger
+from rose.coserving.processes import ProcessName, parse_stat
 from rose.errors import ConfigError, LedgerError
 from rose.hosts.http.executor_rollout import RestartConfig
 from rose.interfaces.clock import Clock
 
 _logger = logging.getLogger(__name__)
 PID_FILE, LOG_FILE, LOCK_FILE = "serving.pid", "serving.log", "executor.lock"
-_START_FIELD = 19  # of /proc/PID/stat, counted behind the name in parentheses
 _LOOK_S = 0.25
 _APPEAR_S = 5.0
 _STOP_POLL_S = 0.05
@@ -40,21 +39,12 @@ _children: list[subprocess.Popen[bytes]] = []  # kept while they live, for they 
 _LAUNCH = 'IFS= read -r stat </proc/$$/stat && printf "%s\\n" "$stat" >"$0.new" && mv "$0.new" "$0" && exec "$@"'
 
 
-@attrs.frozen
-class ProcessName:
-    """A process for certain: its pid, and its start in the kernel's ticks since boot."""
-
-    pid: int
-    start: int
-
-    def is_running(self) -> bool:
-        """Return whether it is the process that has the pid now, and no zombie."""
-        return _parse_stat(_read(Path(f"/proc/{self.pid}/stat"))) == (self, True)
-
-
 def read_pid_file(path: Path) -> ProcessName | None:
     """Return the process that a pid file names, running or not; ``None`` when there is no such file."""
-    found = _parse_stat(_read(path))
+    try:
+        found = parse_stat(path.read_text(encoding="utf-8", errors="replace"))
+    except OSError:
+        return None
     return None if found is None else found[0]
 
 
@@ -67,7 +57,7 @@ def launch(
         ConfigError: The log cannot be written.
     """
     try:
-        with log_file.open("ab") as log:
+        with _open_private(log_file) as log:
             return subprocess.Popen(
                 ["/bin/sh", "-c", _LAUNCH, str(pid_file), *command],
                 stdin=subprocess.DEVNULL,
@@ -90,7 +80,7 @@ def locked(run_dir: Path) -> Iterator[None]:
     """
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        lock = (run_dir / LOCK_FILE).open("a")
+        lock = _open_private(run_dir / LOCK_FILE)
     except OSError as error:
         message = f"run_dir {run_dir} cannot be used: {error.strerror}"
         raise ConfigError(message) from error
@@ -176,8 +166,10 @@ class ServingProcess:
     def problem(self) -> str | None:
         """Why rollouts cannot trust serving now, or ``None``."""
         age_s = self.heartbeat_age_s
-        if age_s <= self._stale_s:
+        if abs(age_s) <= self._stale_s:
             return None
+        if age_s < 0:
+            return "serving's heartbeat is of another boot or clock; rollouts stand still"
         if age_s == float("inf"):
             return "serving has no heartbeat in the ledger; rollouts stand still"
         return f"serving's heartbeat is {age_s:.1f} s old; rollouts stand still"
@@ -224,18 +216,8 @@ class ServingProcess:
         return process
 
 
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
-
-
-def _parse_stat(text: str) -> tuple[ProcessName, bool] | None:
-    """Return the process of a line of ``/proc/PID/stat``, and whether it is alive; ``None`` for another text."""
-    head, found, rest = text.rpartition(")")
-    fields = rest.split()
-    pid = head.partition(" ")[0]
-    if not found or not pid.isdecimal() or len(fields) <= _START_FIELD or not fields[_START_FIELD].isdecimal():
-        return None
-    return ProcessName(int(pid), int(fields[_START_FIELD])), fields[0] not in {"Z", "X"}
+def _open_private(path: Path) -> BinaryIO:
+    """Open a file to append to, made for its owner alone."""
+    return os.fdopen(
+        os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "ab"
+    )  # what serving says may quote prompts

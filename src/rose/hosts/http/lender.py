@@ -44,6 +44,7 @@ _logger = logging.getLogger(__name__)
 _MOST_WAIT_S = 60.0
 _MOST_ENTRIES = 10_000
 _LATE_TICKS = 20
+_LARGEST = (1 << 63) - 1
 
 Body = TypeVar("Body")
 
@@ -207,12 +208,14 @@ class LenderService:
         shown = []
         for use in self._lender.uses():
             ledger = self._opened.ledgers[use.device_id]
+            reason = "" if use.lease is not None else ledger.problem or self._lender.closed_reason(use.device_id)
             shown.append(
                 {
                     "device_id": use.device_id,
                     "has_ledger": ledger.is_there,
                     "kv_use_fraction": kv_use_fraction(ledger, now_s, self._lender.config.stale_after_s),
-                    "is_lendable": use.kv_use_fraction is not None,
+                    "is_lendable": use.lease is None and not reason,
+                    "closed_because": reason,
                     "models": None if use.models is None else sorted(use.models),
                     "fencing_token": use.last_token,
                     "lease": None if use.lease is None else self._to_wire(use.lease),
@@ -226,7 +229,7 @@ class LenderService:
         """``GET /v1/audit?after=SEQ&limit=N``: entries of the audit ledger, and what each job's leases came to."""
         require(Access.READ)
         try:
-            after = int(request.query.get("after", "0"))
+            after = min(_LARGEST, int(request.query.get("after", "0")))
             limit = min(_MOST_ENTRIES, int(request.query.get("limit", "1000")))
         except ValueError as error:
             message = f"after and limit are whole numbers: {error}"

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import logging
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import attrs
 from attrs import validators as v
 
+from rose import checks
 from rose.backends.paced import PacedClock
 from rose.clocks import MonotonicClock
 from rose.coserving.lease_sqlite import SqliteStore, read_boot_id
@@ -20,6 +23,9 @@ from rose.interfaces import Clock
 from rose.policies.admission import Budget, Mode, ServingState
 from rose.policies.lending import LendingConfig
 from rose.types import DeviceId
+
+_logger = logging.getLogger(__name__)
+_NUM_FAILED_TO_TELL = 2  # once a file may be in the making
 
 
 @attrs.frozen(kw_only=True)
@@ -60,16 +66,28 @@ class LenderConfig:
     lending: LendingConfig = attrs.field(factory=LendingConfig)
     tokens: Sequence[TokenConfig] = ()
     clock: Path | None = None
-    tick_s: float = attrs.field(default=0.25, validator=v.gt(0))
+    tick_s: float = attrs.field(default=0.25, validator=checks.number(above=0))
+
+    def __attrs_post_init__(self) -> None:
+        """Check the names of devices, which stand in addresses and tables."""
+        if wrong := [name for name in self.devices if not re.fullmatch(r"[^\s/\\]+", name)]:
+            message = f"devices: names are without spaces and slashes and not empty, which {', '.join(map(repr, wrong))} is not"
+            raise ValueError(message)
 
 
 class FollowedLedger:
-    """The ledger of a device in whatever file is at its path now. Without one nothing can be read, and nobody reads what is written."""
+    """The ledger of a device in whatever file is at its path now. Without one nothing can be read, and nobody reads what is written.
+
+    Attributes:
+        problem: Why there is none; empty where there is one.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._ledger: Ledger | None = None
         self._inode = -1
+        self._num_failed = 0
+        self.problem = ""
         self.follow()
 
     def follow(self) -> bool:
@@ -77,15 +95,19 @@ class FollowedLedger:
         try:
             inode = self.path.stat().st_ino
         except OSError:
-            self._ledger, self._inode = None, -1
+            self._ledger, self._inode, self._num_failed, self.problem = None, -1, 0, "no ledger"
             return False
         if inode == self._inode:
             return False
         try:
             self._ledger, self._inode = Ledger.attach(self.path), inode
-        except LedgerError:  # it is being made
-            self._ledger, self._inode = None, -1
+        except LedgerError as error:
+            self._ledger, self._inode, self.problem = None, -1, str(error)
+            self._num_failed += 1
+            if self._num_failed == _NUM_FAILED_TO_TELL:
+                _logger.warning("not lent: %s", error)
             return False
+        self._num_failed, self.problem = 0, ""
         return True
 
     @property
@@ -119,6 +141,31 @@ class FollowedLedger:
             message = f"there is no ledger at {self.path} yet; the executor of the device makes it"
             raise LedgerError(message)
         return self._ledger
+
+
+def place_problems(config: LenderConfig) -> list[str]:
+    """Return what is wrong with the files that a configuration names, each with its key; nothing is opened for writing or made."""
+    problems = []
+    if config.state == Path() or config.state.is_dir():
+        problems.append(f"state: {config.state} is a folder, or nothing is given; name a file")
+    elif not config.state.absolute().parent.is_dir():
+        problems.append(f"state: there is no folder {config.state.absolute().parent}; make it first")
+    for name, device in config.devices.items():
+        problems += ledger_problems(f"devices.{name}.ledger", device.ledger)
+    return problems
+
+
+def ledger_problems(key: str, path: Path) -> list[str]:
+    """Return what is wrong with the path of a ledger, which an executor may have yet to make."""
+    if path == Path():
+        return [f"{key}: no path is given; name a file"]
+    if not path.exists():
+        return []
+    try:
+        Ledger.attach(path)
+    except LedgerError as error:
+        return [f"{key}: {error}"]
+    return []
 
 
 @attrs.frozen

@@ -23,7 +23,9 @@ def advise(result: Mapping[str, Any]) -> list[str]:
 
 def _of_engine(engine: Mapping[str, Any], slo: Mapping[str, float]) -> list[str]:
     modes: Mapping[str, Mapping[str, Any]] = engine["modes"]
-    sentences = []
+    sentences = [f"{engine['name']}: '{name}' is refused: {reason}." for name, reason in engine["refused"].items()]
+    if not modes:
+        return sentences
     chosen = next((name for name, mode in modes.items() if is_safe(mode)), None)
     alone = engine["alone"]
     if chosen is None:

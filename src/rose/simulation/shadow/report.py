@@ -37,8 +37,8 @@ def _serving_row(name: str, figures: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def lent_rows(engine: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    """Return what each mode would lend."""
-    return [
+    """Return what each mode would lend; modes that cannot run at all come last."""
+    judged = [
         (
             name,
             f"{mode['lent_s']:,.0f} s",
@@ -50,6 +50,7 @@ def lent_rows(engine: Mapping[str, Any]) -> list[tuple[str, ...]]:
         )
         for name, mode in engine["modes"].items()
     ]
+    return [*judged, *((name, *["-"] * (len(LENT_HEADS) - 2), "refused") for name in engine["refused"])]
 
 
 def fit_rows(engine: Mapping[str, Any]) -> list[tuple[str, ...]]:
@@ -124,7 +125,7 @@ def _engine(place: int, engine: Mapping[str, Any], figures: Mapping[str, str]) -
         f"{number(engine['prompt_tokens_mean'])} prompt and {number(engine['output_tokens_mean'])} answer tokens in the mean). "
         f"Serving alone takes {engine['alone']['busy_fraction']:.0%} of the device."
     )
-    lent = "; ".join(f"{name} {mode['lent_fraction']:.0%}" for name, mode in engine["modes"].items())
+    lent = "; ".join(f"{name} {mode['lent_fraction']:.0%}" for name, mode in engine["modes"].items()) or "nothing"
     fit = fit_rows(engine)
     return html.section(
         f"{engine['name']}: {lent} lendable",

@@ -26,7 +26,7 @@ Floats = NDArray[np.float64]
 PROMPT, GENERATED, CACHED, FINISHED = "prompt_tokens", "generated_tokens", "cached_tokens", "finished"
 RUNNING, WAITING, KV, POOL = "running", "waiting", "kv_fraction", "pool_tokens"
 TTFT, ITL, E2E, PREFILL, QUEUE = "ttft_s", "itl_s", "e2e_s", "prefill_s", "queue_s"
-PROMPT_LENGTHS, OUTPUT_LENGTHS, STEP_TOKENS = "prompt_lengths", "output_lengths", "step_tokens"
+PROMPT_LENGTHS, OUTPUT_LENGTHS = "prompt_lengths", "output_lengths"
 
 _COUNTERS = {
     PROMPT: ("vllm:prompt_tokens_total", "sglang:prompt_tokens_total"),
@@ -53,7 +53,6 @@ _HISTOGRAMS = {
     QUEUE: ("vllm:request_queue_time_seconds", "sglang:queue_time_seconds"),
     PROMPT_LENGTHS: ("vllm:request_prompt_tokens", "sglang:prompt_tokens_histogram"),
     OUTPUT_LENGTHS: ("vllm:request_generation_tokens", "sglang:generation_tokens_histogram"),
-    STEP_TOKENS: ("vllm:iteration_tokens_total",),
 }
 _POOL_INFO = "vllm:cache_config_info"
 _ENGINE_LABELS = ("model_name", "instance", "engine", "engine_type", "dp_rank")

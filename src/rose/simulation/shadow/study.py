@@ -26,7 +26,6 @@ from rose.simulation.traces import Trace
 
 _KV_MEMORY_FRACTION = 0.9
 _HEADROOM_BYTES = 2 << 30
-_CHUNK_TOKENS = 2048
 _MOST_BINS = 48
 _BINS_S = (1.0, 2.0, 5.0, 10.0, 15.0, 30.0, 60.0, 300.0, 600.0, 1800.0, 3600.0)
 _LEAST_ROOM = 2
@@ -43,7 +42,7 @@ class ShadowConfig:
         num_draws: Loads drawn from the same metrics. A request trace needs none and is simulated once.
         pool_bytes: KV memory that both share; ``None``: what the engine exports less the rollout model's weights, or else what nine
             tenths of the GPUs' memory leave.
-        chunk_tokens: Serving's prompt tokens a step; ``None``: what the engine's steps show, or else 2048.
+        chunk_tokens: Serving's prompt tokens a step (``max_num_batched_tokens``); engines do not export it.
         num_slots: Rollouts at a time.
         lead_requests: Of the same kind, before what is counted, for policies that learn from requests.
     """
@@ -54,7 +53,7 @@ class ShadowConfig:
     modes: tuple[Mode, ...] = (Mode.SLO, Mode.QUIET)
     num_draws: int = attrs.field(default=3, validator=checks.integer(1))
     pool_bytes: int | None = attrs.field(default=None, validator=v.optional(checks.integer(1)))
-    chunk_tokens: int | None = attrs.field(default=None, validator=v.optional(checks.integer(1)))
+    chunk_tokens: int = attrs.field(default=2048, validator=checks.integer(1))
     num_slots: int = attrs.field(default=16, validator=checks.integer(1))
     lead_requests: int = attrs.field(default=300, validator=checks.integer(0))
 
@@ -78,7 +77,8 @@ def shadow_engines(engines: Sequence[EngineSeries], config: ShadowConfig, source
     """Return what could have been lent of engines whose metrics were recorded.
 
     Raises:
-        ConfigError: A profile is not known, an engine answered nothing, or nothing fits; one line that says what to do.
+        ConfigError: A profile is not known, an engine answered nothing, or no mode can run; one line that says what to do. A mode
+            that cannot run beside others that can is among ``refused``, with the reason.
     """
     profile, rollout = config.profiles()
     studied = []
@@ -130,14 +130,11 @@ def _site(
     if pool_bytes < _LEAST_ROOM * headroom_bytes:
         message = (
             f"a KV pool of {pool_bytes / 1e9:.1f} GB leaves no room for rollouts beside {headroom_bytes / 1e9:.1f} GB of "
-            "head-room for serving; choose a smaller rollout model"
+            "head-room for serving; choose a smaller one with --rollout-profile, or give --kv-pool-gb"
         )
         raise ConfigError(message)
-    chunk, how = config.chunk_tokens, "given"
-    if chunk is None:
-        seen = None if engine is None else _largest_step(engine)
-        chunk, how = (_CHUNK_TOKENS, "assumed") if seen is None else (seen, "as the engine's largest steps show")
-    notes.append(f"serving's prefill chunk: {chunk} tokens, {how}")
+    chunk = config.chunk_tokens
+    notes.append(f"serving's prefill chunk: {chunk} tokens, as given or assumed (engines do not export it)")
     site = Site(
         serving=FittedTimes(profile),
         rollout=FittedTimes(rollout),
@@ -153,16 +150,6 @@ def _site(
 
 def _bin_s(duration_s: float) -> float:
     return next((width_s for width_s in _BINS_S if duration_s / width_s <= _MOST_BINS), _BINS_S[-1])
-
-
-def _largest_step(engine: EngineSeries) -> int | None:
-    """Return the upper bound of the bucket that the engine's largest steps are in; ``None``: not exported, or beyond all bounds."""
-    histogram = engine.histograms.get(series.STEP_TOKENS)
-    if histogram is None or not len(histogram.bounds) or histogram.counts[-1][-1] <= 0:
-        return None
-    counts = histogram.counts[-1]
-    bound = float(histogram.bounds[int((counts < counts[-1]).sum())])
-    return max(_CHUNK_TOKENS // 4, int(bound)) if math.isfinite(bound) else None
 
 
 def _fit_notes(measured: Measured, factors: Factors) -> list[str]:
@@ -198,9 +185,13 @@ def _ms(seconds: float | None) -> float | None:
 def _study(loads: Sequence[EngineLoad], site: Site, config: ShadowConfig, overhead_s: float) -> dict[str, Any]:
     loads = [with_lead(load, config.lead_requests) for load in loads]
     alone = [simulate(load, site, None) for load in loads]
-    modes = {}
+    modes, refused = {}, {}
     for mode in config.modes:
-        runs = [simulate(load, site, mode, seed=seed) for seed, load in enumerate(loads)]
+        try:
+            runs = [simulate(load, site, mode, seed=seed) for seed, load in enumerate(loads)]
+        except ConfigError as error:
+            refused[mode.value] = _in_flags(error)
+            continue
         modes[mode.value] = {
             **_serving(runs, site.slo, overhead_s),
             **_lent(runs),
@@ -227,7 +218,14 @@ def _study(loads: Sequence[EngineLoad], site: Site, config: ShadowConfig, overhe
             "series": _series(alone[0], site),
         },
         "modes": modes,
+        "refused": refused,
     }
+
+
+def _in_flags(error: ConfigError) -> str:
+    """Return why a mode cannot run, as the live rule says it, with what to do in the words of the command line."""
+    fact = str(error).partition(": ")[2].partition("; ")[0]
+    return f"{fact}; lower --chunk-tokens, raise --slo-tpot-ms, or choose another --mode, such as strict"
 
 
 def _mean(values: Sequence[float | None], plus: float) -> float | None:
@@ -291,8 +289,14 @@ def _series(run: ShadowRun, site: Site) -> list[dict[str, float]]:
 
 def _result(engines: Sequence[Mapping[str, Any]], config: ShadowConfig, source: str, kind: str) -> dict[str, Any]:
     total_s = math.fsum(engine["duration_s"] for engine in engines)
-    modes = [mode.value for mode in config.modes]
-    lent = {name: math.fsum(engine["modes"][name]["lent_s"] for engine in engines) for name in modes}
+    modes = [mode.value for mode in config.modes if any(mode.value in engine["modes"] for engine in engines)]
+    if not modes:
+        reasons = dict.fromkeys(reason for engine in engines for reason in engine["refused"].values())
+        raise ConfigError("\n".join(f"no mode could be judged: {reason}" for reason in reasons))
+    lent = {
+        name: math.fsum(engine["modes"][name]["lent_s"] for engine in engines if name in engine["modes"])
+        for name in modes
+    }
     result: dict[str, Any] = {
         "schema": 1,
         "source": source,
