@@ -38,6 +38,7 @@ class Pair:
     serving: Any
     rollout: Any
     elsewhere: Any
+    rollout_token_bytes: int
     _token: int = 0
     _ids: Any = attrs.field(factory=itertools.count)
 
@@ -45,7 +46,8 @@ class Pair:
         self._token += 1
         budget = Budget(fencing_token=self._token)
         if mode is not None:
-            budget = attrs.evolve(budget, mode=mode, kv_cap_bytes=kv_cap_tokens, expires_s=math.inf, is_granted=True)
+            cap_bytes = kv_cap_tokens * self.rollout_token_bytes
+            budget = attrs.evolve(budget, mode=mode, kv_cap_bytes=cap_bytes, expires_s=math.inf, is_granted=True)
         self.ledger.publish_budget(budget)
 
     def request(self, prompt: Sequence[int], max_tokens: int) -> EngineRequest:
@@ -91,6 +93,9 @@ class Shape:
     head_dim: int
     block: int
 
+    def token_bytes(self, dtype: str = "float32") -> int:
+        return 2 * self.layers * self.kv_heads * self.head_dim * (4 if dtype == "float32" else 2)
+
     def options(self, folder: Path, name: str, dtype: str, rose: dict[str, Any]) -> VllmOptions:
         model = folder / f"{self.layers}-{self.heads}-{self.kv_heads}-{self.head_dim}"
         if not model.exists():
@@ -104,7 +109,7 @@ class Shape:
                 vocab=256,
                 max_positions=2048,
             )
-        block_bytes = 2 * self.layers * self.kv_heads * self.head_dim * self.block * (4 if dtype == "float32" else 2)
+        block_bytes = self.token_bytes(dtype) * self.block
         return VllmOptions(
             engine_id=EngineId(name),
             model=str(model),
@@ -120,16 +125,16 @@ class Shape:
 async def open_pair(
     folder: Path, serving: Shape, rollout: Shape, dtype: str = "float32", kind: type = InProcessVllmEngine
 ) -> AsyncIterator[Pair]:
-    """Memory is counted in tokens: a host device has no modelled bytes."""
+    """Two engines that share one pool of KV memory, and a third one elsewhere."""
     shared = {
         "device": {"kind": "host", "path": str(folder / "device")},
         "ledger": str(folder / "ledger"),
         "admission": {"slo": {"ttft_s": 5.0, "tpot_s": 1.0}},
         "timing": {"watchdog_s": 60.0},
         "memory": {
-            "pool_bytes": POOL_TOKENS,
+            "pool_bytes": POOL_TOKENS * max(serving.token_bytes(dtype), rollout.token_bytes(dtype)),
             "headroom_bytes": 0,
-            "granule_bytes": rollout.block,
+            "granule_bytes": rollout.block * rollout.token_bytes(dtype),
             "growth_fraction": 1.0,
             "growth_interval_s": 0.0,
         },
@@ -144,7 +149,7 @@ async def open_pair(
         ):
             engines.append(await cls.create(shape.options(folder, name, dtype, rose)))
             stack.push_async_callback(engines[-1].close)
-        yield Pair(ledger, *engines)
+        yield Pair(ledger, *engines, rollout_token_bytes=rollout.token_bytes(dtype))
 
 
 def tokens(streams: Sequence[Stream]) -> list[tuple[int, ...]]:
@@ -181,7 +186,7 @@ async def check_identity(pair: Pair, num_tokens: int) -> None:
 
 
 PAIRINGS = [
-    (Shape(1, 2, 1, 32, 32), Shape(2, 4, 2, 64, 64)),
+    (Shape(4, 2, 1, 32, 32), Shape(1, 4, 2, 64, 64)),  # a token holds as many bytes in both
     (Shape(3, 3, 1, 64, 64), Shape(2, 2, 2, 32, 32)),
     (Shape(2, 4, 4, 32, 32), Shape(1, 2, 1, 128, 128)),
     (Shape(1, 1, 1, 128, 128), Shape(4, 2, 1, 64, 32)),

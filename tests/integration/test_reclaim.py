@@ -41,7 +41,7 @@ class Lent:
         if num_blocks is not None:
             budget = Budget(
                 mode=Mode.UNGATED,
-                kv_cap_bytes=num_blocks * BLOCK_TOKENS,
+                kv_cap_bytes=num_blocks * BLOCK_BYTES,
                 fencing_token=self._token,
                 expires_s=math.inf,
                 is_granted=True,
@@ -86,9 +86,9 @@ async def lent(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Lent]:
             "device": {"kind": "host", "path": str(folder / "device")},
             "ledger": str(folder / "ledger"),
             "memory": {
-                "pool_bytes": NUM_BLOCKS * BLOCK_TOKENS,
+                "pool_bytes": NUM_BLOCKS * BLOCK_BYTES,
                 "headroom_bytes": 0,
-                "granule_bytes": BLOCK_TOKENS,
+                "granule_bytes": BLOCK_BYTES,
                 "growth_fraction": 1.0,
                 "growth_interval_s": 0.0,
             },

@@ -256,8 +256,7 @@ def _asked(config: LenderConfig, arguments: argparse.Namespace, path: str, body:
     except ConfigError as error:
         if "token" not in str(error):
             raise
-        needed = "read or control" if arguments.action == "status" else "control"
-        message = f"{error}; give one with access {needed} by --token-file, or in {_TOKEN_VARIABLE}"
+        message = f"{error}; the token is taken from --token-file, or from {_TOKEN_VARIABLE}"
         raise ConfigError(message) from error
 
 

@@ -122,7 +122,8 @@ def closed_reason(device: LentDevice, switches: Iterable[Switch], config: Lendin
     if serving.heartbeat_s == -math.inf:
         return "no heartbeat"
     if not serving.is_heard(now_s, config.stale_after_s):
-        return f"stale heartbeat ({now_s - serving.heartbeat_s:.0f} s old)"
+        age_s = now_s - serving.heartbeat_s
+        return f"stale heartbeat ({age_s:.0f} s old)" if age_s > 0 else "heartbeat of another boot"
     use = kv_use_fraction(device.ledger, now_s, config.stale_after_s)
     return f"KV use {use:.2f}" if use is not None and use > config.max_kv_use_fraction else ""
 

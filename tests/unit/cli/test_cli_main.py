@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+import builtins
 import json
 import os
+import runpy
 import signal
 import socket
 import subprocess
 import sys
 import time
+from typing import Any
 
 import attrs
 import pytest
@@ -291,3 +294,20 @@ def test_ctrl_c_in_a_real_process_gives_a_line_and_no_traceback(tmp_path, number
         _, err = process.communicate(timeout=30)
     assert process.returncode == 130
     assert err == "rose: interrupted\n"
+
+
+def test_an_interrupt_while_modules_load_leaves_no_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    load = builtins.__import__
+
+    def interrupted(name: str, *arguments: Any) -> Any:
+        if name == "rose.cli":
+            raise KeyboardInterrupt
+        return load(name, *arguments)
+
+    path = main.__code__.co_filename
+    monkeypatch.setattr(builtins, "__import__", interrupted)
+    with pytest.raises(SystemExit, match="130"):
+        runpy.run_path(path, run_name="rose_main")
+    assert capsys.readouterr().err == "rose: interrupted\n"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import time
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ DIGEST = hashlib.sha256(b"secret").hexdigest()
 
 @pytest.fixture
 def config(tmp_path: Path) -> Path:
-    Ledger.create(tmp_path / "gpu0.ledger").beat(1e12)
+    Ledger.create(tmp_path / "gpu0.ledger").beat(time.monotonic())
     path = tmp_path / "lender.toml"
     path.write_text(
         f'state = "{tmp_path}/state"\n'
@@ -79,8 +80,8 @@ def test_mistakes_are_told_in_one_line(
     config: Path, text: str, arguments: tuple[str, ...], complaint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lines = config.read_text().splitlines(keepends=True)
-    named = {line.split(" = ")[0] for line in text.splitlines() if " = " in line and not line.startswith("[")}
     top = text.split("[", maxsplit=1)[0]
+    named = {line.split(" = ")[0] for line in top.splitlines() if " = " in line}
     rest = text[len(top) :]
     kept = [line for line in lines if line.split(" = ")[0] not in named or line.startswith("[")]
     config.write_text(text if text.startswith('state = "s"') else top + "".join(kept) + rest)
@@ -157,6 +158,7 @@ def test_why_a_device_is_closed(config: Path, tmp_path: Path, caplog: pytest.Log
         assert opened.ledgers[gpu1].problem == "no ledger"
         assert reason(-math.inf) == "no heartbeat"
         assert reason(now_s - 100).startswith("stale heartbeat (100 s old)")
+        assert reason(now_s + 1e6) == "heartbeat of another boot"
         assert reason(now_s) == ""
         ledger.publish_usage(UsageState(kv_mean_fraction=0.95, updated_s=now_s))
         assert reason(now_s) == "KV use 0.95"

@@ -67,7 +67,7 @@ def test_what_is_no_ledger_is_refused_with_its_name(tmp_path: Path) -> None:
     with pytest.raises(LedgerError, match=r"missing.*create it first"):
         Ledger.attach(tmp_path / "missing")
     (tmp_path / "short").write_bytes(b"x")
-    with pytest.raises(LedgerError, match="has 1 bytes"):
+    with pytest.raises(LedgerError, match="is no ROSE ledger;"):
         Ledger.attach(tmp_path / "short")
     (tmp_path / "other").write_bytes(b"y" * 10_000)
     with pytest.raises(LedgerError, match="no ROSE ledger"):

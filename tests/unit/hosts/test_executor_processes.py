@@ -264,9 +264,16 @@ def test_a_gang_has_lists_of_paths(tmp_path: Path):
         ("ledgers = [", 'ledgers = ["more", ', "1 paths and 2 ledgers"),
         ("args = ", "attach = true\nargs = ", "exactly one of attach"),
         ("[device]", 'listen = "0.0.0.0:1"\n[device]', "configure [[tokens]]"),
-        ("[device]", 'listen = "1"\n[device]', "no place to listen"),
+        ("[device]", 'listen = "1"\n[device]', "gpu0.toml: listen: '1' is no place to listen"),
         ("[device]", 'tokens = [{name = "a", sha256 = "secret"}]\n[device]', "sha256"),
-        ("max_num_seqs = 4", "max_num_sek = 4", "max_num_sek"),
+        ("max_num_seqs = 4", "max_num_sek = 4", "gpu0.toml: rollout.options.max_num_sek: unknown key; did you mean 'max_num_seqs'"),
+        ("max_num_seqs = 4", "max_num_sek = 4, seed = 0.5", "rollout.options.seed: expected an integer"),
+        ("[rollout]", '[rollout]\nengine_id = "a b"', "rollout.engine_id: a name is without spaces"),
+        ('/gpu0.device"', '/none/gpu0.device"', "device.paths[0]: there is no folder"),
+        ('/gpu0.device"', '"', "device.paths[0]: "),
+        ('/gpu0.ledger"', '"', "no ROSE ledger but a folder"),
+        ('/gpu0.ledger"', '/gpu0.toml"', "device.ledgers[0]: "),
+        ('/run"', '/gpu0.toml/run"', "run_dir: "),
         ("max_num_seqs = 4", "max_num_seqs = 0", "max_num_seqs"),
         ("max_num_seqs = 4", 'rose = "x"', "set by the executor itself"),
         ("[rollout]", "[rollout]\ntiming = {poll = 1}", "timing.poll: unknown key"),
@@ -293,7 +300,8 @@ def test_check_shows_what_would_run(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert checked["serving_command"][0] == sys.executable
     assert main(["serve", str(write(tmp_path)), "--check"]) == 0
     assert "in order" in capsys.readouterr().out
-    assert main(["serve", str(write(tmp_path)), "--stop-serving"]) == 0
+    moved = write(tmp_path, ('[rollout]\nmodel = "', '[rollout]\nmodel = "/nowhere'))
+    assert main(["serve", str(moved), "--stop-serving"]) == 0
     assert "no serving engine" in capsys.readouterr().err
 
 

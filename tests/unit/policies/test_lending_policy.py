@@ -166,7 +166,7 @@ def test_who_is_behind_gets_the_odd_device_or_one_more_than_its_share() -> None:
 
 
 def test_weights_must_be_positive() -> None:
-    with pytest.raises(ValueError, match="weights must be > 0, which those of t are not"):
+    with pytest.raises(ValueError, match="weights must be > 0 and finite, which those of t are not"):
         LendingConfig(tenants={"t": 0.0, "u": 1.0})
 
 

@@ -225,7 +225,7 @@ def _study(loads: Sequence[EngineLoad], site: Site, config: ShadowConfig, overhe
 def _in_flags(error: ConfigError) -> str:
     """Return why a mode cannot run, as the live rule says it, with what to do in the words of the command line."""
     fact = str(error).partition(": ")[2].partition("; ")[0]
-    return f"{fact}; lower --chunk-tokens, raise --slo-tpot-ms, or choose another --mode, such as strict"
+    return f"{fact}; lower --chunk-tokens or raise --slo-tpot-ms"
 
 
 def _mean(values: Sequence[float | None], plus: float) -> float | None:
