@@ -144,7 +144,7 @@ class Site:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
         assert load.failures == []
-        assert len(load.answers) > 3
+        assert len(load.answers) > 1
         assert all(answer == load.answers[0] for answer in load.answers)
 
 

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from enum import Enum
 from pathlib import Path
 
 import attrs
@@ -297,7 +298,7 @@ def write_run(record: RunRecord, folder: Path) -> None:
 
 
 def _plain(_instance: object, _field: object, value: object) -> object:
-    return value.value if isinstance(value, Mode) else value
+    return value.value if isinstance(value, Enum) else value
 
 
 def read_run(folder: Path) -> RunRecord:
