@@ -139,7 +139,10 @@ class Site:
         task = asyncio.create_task(load.run())
         try:
             yield load
-            await asyncio.sleep(0.2)
+            num_before = len(load.answers)
+            async with asyncio.timeout(30):
+                while not load.failures and len(load.answers) < num_before + 2:
+                    await asyncio.sleep(0.05)
         finally:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
