@@ -176,7 +176,7 @@ async def test_serving_s_prefix_cache_hits_as_alone(deployment: Deployment) -> N
     async with site.rollouts("prefill-rollout"):
         await asyncio.sleep(0.5)
         beside = await cached_tokens(deployment, "beside")
-    assert site.words["prefill-rollout"] > before + 20
+    assert site.words["prefill-rollout"] > before
     assert beside == alone
     assert [turns[0] for turns in alone] == [0, 0, 0, 0]
     assert sum(map(sum, alone)) > 0.5 * sum(100 + 50 * n + 120 * turn for n in range(4) for turn in range(4))
