@@ -73,7 +73,16 @@ def add_command(commands: Any, *, epilog: str) -> None:
         "--interval", type=float, default=5.0, metavar="S", help="between two readings (default: %(default)g)"
     )
     parser.add_argument("--timeout", type=float, default=5.0, metavar="S", help="of one reading (default: %(default)g)")
-    assumed = parser.add_argument_group("assumptions")
+    _add_assumptions(parser.add_argument_group("assumptions"))
+    output = parser.add_argument_group("output")
+    output.add_argument(
+        "--out", metavar="DIR", help=f"folder for result.json, report.html and, of a live engine, {_SCRAPES}"
+    )
+    output.add_argument("--json", action="store_true", help="print one JSON document, nothing else, on standard output")
+    parser.set_defaults(run=run)
+
+
+def _add_assumptions(assumed: Any) -> None:
     assumed.add_argument(
         "--profile",
         metavar="GPU:MODEL",
@@ -102,12 +111,6 @@ def add_command(commands: Any, *, epilog: str) -> None:
     assumed.add_argument(
         "--draws", type=int, default=3, metavar="N", help="loads drawn from the same metrics (default: %(default)d)"
     )
-    output = parser.add_argument_group("output")
-    output.add_argument(
-        "--out", metavar="DIR", help=f"folder for result.json, report.html and, of a live engine, {_SCRAPES}"
-    )
-    output.add_argument("--json", action="store_true", help="print one JSON document, nothing else, on standard output")
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -232,7 +232,7 @@ def arrival_reserve_s(config: AdmissionConfig, prefill_chunk_s: float, chunk_tok
     tightest, chunk = config.tightest, f"one serving prefill chunk of {chunk_tokens} tokens ({prefill_chunk_s:.3f} s"
     if config.role is Role.PREFILL:
         if tightest.ttft_s < prefill_chunk_s + _MIN_ROLLOUT_STEP_S:
-            message = f"{where}: a TTFT SLO of {tightest.ttft_s:g} s leaves no room for {chunk}) and a rollout step; {_REMEDY}ttft_s, {_ELSE}"
+            message = f"{where}: a TTFT SLO of {tightest.ttft_s:g} s leaves no room for {chunk}) and a rollout step; {_REMEDY}ttft_s"
             raise ConfigError(message)
         return 0.0
     if config.role is Role.DECODE:
@@ -242,13 +242,12 @@ def arrival_reserve_s(config: AdmissionConfig, prefill_chunk_s: float, chunk_tok
         reserve_s = _RESERVE_PER_CHUNK * prefill_chunk_s
     if tightest.tpot_s < max(reserve_s, prefill_chunk_s) + _MIN_ROLLOUT_STEP_S:
         detail = f"{chunk}, reserve {reserve_s:.3f} s)" if config.role is Role.BOTH else chunk
-        message = f"{where}: a TPOT SLO of {tightest.tpot_s:g} s leaves no room for {detail} and a rollout step; {_REMEDY}tpot_s, {_ELSE}"
+        message = f"{where}: a TPOT SLO of {tightest.tpot_s:g} s leaves no room for {detail} and a rollout step; {_REMEDY}tpot_s"
         raise ConfigError(message)
     return 0.0 if config.role is Role.DECODE else reserve_s
 
 
-_REMEDY = "lower serving's max_num_batched_tokens, raise slo."
-_ELSE = "or set mode to strict"
+_REMEDY = "lower serving's max_num_batched_tokens or raise slo."
 
 
 def decode_deadline_s(
