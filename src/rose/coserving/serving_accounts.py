@@ -164,11 +164,6 @@ class ServingAccounts:
         if request_id in self._prompts:
             self._prompts[request_id].since_s = now_s
 
-    def arriving(self, ids: Iterable[str]) -> Iterator[Decoding]:
-        """Yield these waiting requests as if their first token had come when they began to count."""
-        for prompt in (self._prompts[request_id] for request_id in ids):
-            yield Decoding(prompt.since_s, 1, 0.0, prompt.slo)
-
     @property
     def oldest_arrival_s(self) -> float:
         """When the oldest waiting prompt came; ``nan`` without one."""

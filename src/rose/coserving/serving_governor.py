@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import attrs
 
@@ -25,7 +25,6 @@ from rose.interfaces.device import Device, StepWork
 from rose.policies.admission import (
     AdmissionConfig,
     Mode,
-    Role,
     ServingState,
     arrival_reserve_s,
     decode_deadline_s,
@@ -44,7 +43,7 @@ class ServingLoad:
     Attributes:
         num_running: Requests in the batch.
         waiting_ids: Requests without a first token, taken over by the step loop.
-        ready_ids: Those of them that need the device now, where prompts are computed elsewhere.
+        awaited_ids: Those of them whose KV is on its way from elsewhere; they need no device now.
         decoding: ``(request id, tokens so far)`` of each request that decodes.
         decode_context_tokens: Their contexts together.
         kv_used_bytes: Modelled bytes in use.
@@ -52,7 +51,7 @@ class ServingLoad:
 
     num_running: int = 0
     waiting_ids: Sequence[str] = ()
-    ready_ids: Sequence[str] = ()
+    awaited_ids: Collection[str] = ()
     decoding: Sequence[tuple[str, int]] = ()
     decode_context_tokens: int = 0
     kv_used_bytes: float = 0.0
@@ -62,7 +61,7 @@ class ServingLoad:
         return attrs.evolve(
             self,
             waiting_ids=tuple(each for each in self.waiting_ids if each != request_id),
-            ready_ids=tuple(each for each in self.ready_ids if each != request_id),
+            awaited_ids=tuple(each for each in self.awaited_ids if each != request_id),
             decoding=[each for each in self.decoding if each[0] != request_id],
         )
 
@@ -202,12 +201,12 @@ class ServingGovernor(StepGovernor):
     def publish(self, load: ServingLoad) -> None:
         """Write serving's state to the ledger."""
         ended_s = max(self._last_end_s, 0.0)
-        new_ids = set(load.ready_ids).difference(self._load.ready_ids)
+        come_ids = set(self._load.awaited_ids).difference(load.awaited_ids)
         self._load = load
         self._accounts.follow(
             load.waiting_ids, load.decoding, ended_s=ended_s, own_s=self._own_s, default=self._admission.slo
         )
-        for request_id in new_ids:
+        for request_id in come_ids:
             self._accounts.restart(request_id, self._clock.now())
         state = self._state(load, ended_s)
         kv_fraction = state.kv_used_bytes / state.kv_pool_bytes if state.kv_pool_bytes else 0.0
@@ -218,15 +217,13 @@ class ServingGovernor(StepGovernor):
     def _state(self, load: ServingLoad, ended_s: float) -> ServingState:
         accounts = self._accounts
         decoding = list(accounts.decoding((request_id for request_id, _ in load.decoding), self._own_s))
-        if self._admission.role is Role.DECODE:
-            decoding += accounts.arriving(load.ready_ids)
         decodes = StepWork(num_decodes=len(decoding), context_tokens=load.decode_context_tokens)
         next_decode_s = self._upper_s(decodes) if decoding else 0.0
         return ServingState(
             num_arrived=self._num_arrived,
             num_admitted=self._num_admitted,
             num_running=load.num_running,
-            num_waiting=len(load.waiting_ids),
+            num_waiting=len(load.waiting_ids) - len(load.awaited_ids),
             kv_used_bytes=load.kv_used_bytes / len(self._ledgers),
             kv_pool_bytes=self._kv_pool_bytes,
             oldest_arrival_s=accounts.oldest_arrival_s,

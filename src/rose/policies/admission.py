@@ -12,8 +12,8 @@ sharpened by what was measured on real engines):
   whole steps; steps are never cut short to fit.
 
 Where prefill and decode are on different devices, each keeps its half: on a prefill device nothing decodes, so that prompts alone
-hold rollouts; on a decode device a request comes with its KV and its first token, so that there is no TTFT to keep, no
-prompt chunk to reserve for, and one that is on its way is no reason to hold.
+hold rollouts; on a decode device a request comes with its KV, so that there is no TTFT to keep and no prompt chunk to reserve for.
+It holds rollouts until its serving engine has asked for its KV and again from the moment that the KV is there, not in between.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class ServingState:
 
     Attributes:
         num_arrived, num_admitted: Prompts that reached the process and that its step loop has taken over since start.
-        num_waiting: Prompts taken over whose prefill is not done.
+        num_waiting: Prompts taken over whose prefill is not done; without those whose KV is on its way from elsewhere.
         oldest_arrival_s: When the oldest waiting prompt arrived; ``nan`` without one.
         last_step_end_s: When the last step ended.
         deadline_s: When serving must be decoding again; ``inf`` when nothing decodes.
@@ -318,14 +318,13 @@ def decide(  # noqa: PLR0911 - one return a rule
     distrust = _distrust(config, serving, now_s)
     if distrust is not None or serving is None:
         return Hold(distrust or HoldReason.UNREADABLE)
-    num_waiting = 0 if config.role is Role.DECODE else serving.num_prompts_waiting
     if not serving.num_prompts_waiting and not serving.num_running:
         return START
     if mode is Mode.STRICT:
         return Hold(HoldReason.SERVING_BUSY)
     if mode is Mode.PAPER:
         return _decide_as_published(config, serving, step_s, now_s)
-    if num_waiting:
+    if serving.num_prompts_waiting:
         return Hold(HoldReason.PROMPT_WAITS)
     return START if slack_s(serving, now_s) >= step_s else Hold(HoldReason.NO_SLACK)
 
@@ -379,7 +378,6 @@ def should_yield(
         step_s: How long its next step takes.
         now_s: The time.
     """
-    has_prompts = own.num_prompts_waiting > 0 and config.role is not Role.DECODE
-    if mode not in YIELDING_MODES or now_s >= wants_until_s or has_prompts:
+    if mode not in YIELDING_MODES or now_s >= wants_until_s or own.num_prompts_waiting:
         return False
     return decide(config, mode, own, step_s, now_s) == START

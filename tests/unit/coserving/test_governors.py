@@ -446,7 +446,7 @@ def test_a_class_has_its_own_promise(site: Any) -> None:
 
 
 def test_a_decode_device_does_not_hold_for_prompts_on_their_way(site: Any) -> None:
-    """Their KV comes from a prefill device; only when it is there they are due, like a token."""
+    """They hold until their KV was asked for, and again when it is there."""
     governor = ServingGovernor(
         site.device("serving"),
         site.clock,
@@ -461,12 +461,14 @@ def test_a_decode_device_does_not_hold_for_prompts_on_their_way(site: Any) -> No
     rollout = rollout_on(site, admission=AdmissionConfig(role=Role.DECODE))
     governor.note_arrival("a")
     governor.note_admitted("a", 600)
+    assert not rollout.ask_rollout(WORK, nothing), "nobody asked for its KV yet"
+    governor.publish(ServingLoad(waiting_ids=["a"], awaited_ids=["a"]))
     site.clock.time_s += 0.140
     assert rollout.ask_rollout(WORK, nothing), rollout.last_hold
     rollout.skip()
-    governor.publish(ServingLoad(num_running=1, waiting_ids=["a"], ready_ids=["a"]))
-    assert not rollout.ask_rollout(WORK, nothing), "its KV is there, and the device has made no step for long"
-    assert rollout.last_hold is HoldReason.NO_SLACK
+    governor.publish(ServingLoad(waiting_ids=["a"]))
+    assert not rollout.ask_rollout(WORK, nothing), "its KV is there"
+    assert rollout.last_hold is HoldReason.PROMPT_WAITS
     governor.close()
 
 

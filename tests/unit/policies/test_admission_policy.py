@@ -155,16 +155,13 @@ def test_a_prefill_device_has_no_decode_to_keep_and_is_held_by_prompts_alone() -
         arrival_reserve_s(config, 0.6, 8192, "p0")
 
 
-def test_a_decode_device_is_not_held_by_requests_whose_kv_is_on_its_way() -> None:
+def test_a_decode_device_is_held_by_prompts_too_but_keeps_no_chunk_for_them() -> None:
     config = AdmissionConfig(role=Role.DECODE)
-    coming = attrs.evolve(BUSY, num_arrived=4, num_waiting=1, oldest_arrival_s=NOW_S - 3)
-    assert decide(config, Mode.SLO, coming, 0.019, NOW_S) is START
-    assert decide(config, Mode.SLO, coming, 0.021, NOW_S) == Hold(HoldReason.NO_SLACK)
-    assert decide(config, Mode.PAPER, coming, 0.019, NOW_S) is START, "there is no prefill slack here"
-    assert should_yield(config, Mode.SLO, coming, NOW_S + 1, 0.019, NOW_S)
+    come = attrs.evolve(BUSY, num_waiting=1, oldest_arrival_s=NOW_S - 3)
+    assert decide(config, Mode.SLO, come, 0.0, NOW_S) == Hold(HoldReason.PROMPT_WAITS)
+    assert decide(config, Mode.PAPER, come, 0.019, NOW_S) is START, "there is no prefill slack here"
+    assert not should_yield(config, Mode.SLO, come, NOW_S + 1, 0.0, NOW_S)
     assert arrival_reserve_s(config, 0.140, 4096, "d0") == 0.0, "no prompt chunk ever joins a step"
-    first_s = decode_deadline_s(config, Mode.SLO, 0.0, 10.0, [decoding(9.9, 1)])
-    assert first_s == pytest.approx(9.9 + 0.9 * 0.150)
 
 
 def test_the_tightest_class_decides_whether_an_slo_leaves_room() -> None:

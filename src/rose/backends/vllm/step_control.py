@@ -403,15 +403,17 @@ def slo_class(request: Any) -> str | None:
 
 
 def _is_kv_awaited(scheduler: Any, request: Any) -> bool:
-    """Return whether a waiting request of a decode engine still lacks its prompt's KV, or has not asked for it yet."""
-    if request.status.name == "WAITING_FOR_REMOTE_KVS":
-        return request.request_id not in scheduler.finished_recving_kv_req_ids
-    return bool(request.status.name == "WAITING" and request.num_computed_tokens == 0)
+    """Return whether a waiting request of a decode engine asked for its prompt's KV and still lacks it."""
+    is_asking = request.status.name == "WAITING_FOR_REMOTE_KVS"
+    return is_asking and request.request_id not in scheduler.finished_recving_kv_req_ids
 
 
 def _wants_device(scheduler: Any) -> bool:
+    """Return whether a decode engine's next step computes something; asking for a prompt's KV does not."""
     waiting = (*scheduler.waiting, *scheduler.kv_holding_waiting)
-    return bool(scheduler.running) or not all(_is_kv_awaited(scheduler, request) for request in waiting)
+    asks = (request.status.name == "WAITING" and request.num_computed_tokens == 0 for request in waiting)
+    idle = (asks_now or _is_kv_awaited(scheduler, request) for asks_now, request in zip(asks, waiting, strict=True))
+    return bool(scheduler.running) or not all(idle)
 
 
 def serving_load(scheduler: Any, bytes_per_token: float, *, is_decode: bool = False) -> ServingLoad:
@@ -420,17 +422,17 @@ def serving_load(scheduler: Any, bytes_per_token: float, *, is_decode: bool = Fa
     Args:
         scheduler: vLLM's.
         bytes_per_token: KV bytes of a token, modelled.
-        is_decode: Prompts are computed elsewhere: those whose KV is here need the device next, the others do not.
+        is_decode: Prompts are computed elsewhere: those whose KV is on its way do not need the device.
     """
     running: Iterable[Any] = scheduler.running
     decoding = [request for request in running if request.num_computed_tokens >= request.num_prompt_tokens]
     prefilling = [request for request in running if request.num_computed_tokens < request.num_prompt_tokens]
     waiting = [*scheduler.waiting, *scheduler.kv_holding_waiting, *prefilling]
-    ready = [request for request in waiting if not _is_kv_awaited(scheduler, request)] if is_decode else []
+    awaited = [request for request in waiting if _is_kv_awaited(scheduler, request)] if is_decode else []
     return ServingLoad(
-        num_running=len(decoding) + len(ready if is_decode else prefilling),
+        num_running=len(decoding) + len(prefilling),
         waiting_ids=tuple(request.request_id for request in waiting),
-        ready_ids=tuple(request.request_id for request in ready),
+        awaited_ids=tuple(request.request_id for request in awaited),
         decoding=[(request.request_id, request.num_output_tokens) for request in decoding],
         decode_context_tokens=sum(request.num_computed_tokens for request in decoding),
         kv_used_bytes=scheduler.num_kv_tokens_used * bytes_per_token,
