@@ -14,22 +14,26 @@ import logging
 import uuid
 from collections.abc import Iterable
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import attrs
 
 from rose.checks import shown
 from rose.clocks import MonotonicClock
-from rose.errors import EngineError, TurnFailedError
+from rose.errors import BackendUnavailableError, EngineError, TurnFailedError
 from rose.interfaces import Clock, ServingEngine, Transport
 from rose.policies.routing import EngineState, EngineView, WaitReason
 from rose.pool.config import PoolConfig, WeightPull
 from rose.pool.driver import Driver
 from rose.pool.events import Observer
 from rose.pool.membership import EngineAccount, Member
+from rose.pool.sources import TokenSource
 from rose.pool.state import PoolState
 from rose.pool.weights import SyncReport, TransportSource, UpdateSource, WeightSync
 from rose.types import EngineId, EngineKind, LeaseId, Turn, TurnResult, WeightVersion
+
+if TYPE_CHECKING:
+    from rose.pool.remote_pool import RemotePool
 
 _logger = logging.getLogger(__name__)
 
@@ -93,10 +97,38 @@ class RolloutPool:
         self._source: TransportSource | None = None
         self._sync = WeightSync(self._state, config=self.config, clock=self._clock, apply=self._driver.apply)
 
+    @staticmethod
+    def connect(url: str, *, token: str | None = None, timeout_s: float = 10.0) -> RemotePool:
+        """Return the face of a pool that runs in another process (``rose pool``, ``rose.hosts.http``).
+
+        Use it as an async context manager in the same way. Tokens stream from the engines themselves where these have an
+        address; the pool decides, and keeps the accounts.
+
+        Args:
+            url: Of the pool's service, ``http://host:port``.
+            token: The bearer token, if the service asks for one.
+            timeout_s: How long short calls may take, and how long the first connection.
+
+        Raises:
+            BackendUnavailableError: The extra ``http`` (aiohttp) is not installed.
+        """
+        try:
+            from rose.pool.remote_pool import RemotePool  # noqa: PLC0415 - loads aiohttp
+        except ModuleNotFoundError as error:
+            if (error.name or "").partition(".")[0] == "rose":
+                raise
+            message = f"a pool over HTTP needs a library that is not installed ({error}); pip install 'rose-rl[http]'"
+            raise BackendUnavailableError(message) from error
+        return RemotePool(url, token=token, timeout_s=timeout_s)
+
     # The trainer's face.
 
-    async def generate(self, turn: Turn) -> TurnResult:
+    async def generate(self, turn: Turn, *, source: TokenSource | None = None) -> TurnResult:
         """Run one turn to its end, wherever that takes it.
+
+        Args:
+            turn: What to generate.
+            source: What gives the turn's tokens once an engine was chosen; the engine's own stream by default.
 
         Raises:
             RequestRefusedError: No engine can ever serve it.
@@ -107,7 +139,7 @@ class RolloutPool:
         self._check_open()
         _check_type("turn", turn, Turn)
         waiter: asyncio.Future[TurnResult] = asyncio.get_running_loop().create_future()
-        record = self._state.submit(turn, waiter, self._clock.now())
+        record = self._state.submit(turn, waiter, self._clock.now(), source=source)
         try:
             self._driver.apply()
         except BaseException:
@@ -148,6 +180,21 @@ class RolloutPool:
         if self._source is None or self._source.transport is not transport:
             self._source = TransportSource(transport)
         return self._source
+
+    @property
+    def clock(self) -> Clock:
+        """The clock of every time that the pool tells."""
+        return self._clock
+
+    def engine(self, engine_id: EngineId) -> ServingEngine | None:
+        """Return an engine of the pool, ``None`` when it is not in it."""
+        member = self._state.engines.members.get(engine_id)
+        return None if member is None else member.engine
+
+    @property
+    def version(self) -> WeightVersion | None:
+        """The latest version that an engine acknowledged, ``None`` before the first."""
+        return self._state.engines.version
 
     def snapshot(self) -> PoolSnapshot:
         """Read the pool's state now."""
