@@ -13,7 +13,8 @@ cross. Life cycle of a turn:
 Invariants:
 
 * Reports are cumulative: each says from which token of the turn on it has news, so what is sent twice counts once.
-* A client that connects again submits all its turns again. The pool knows them by their ids: it says where they are, or what they came to.
+* A client that connects again says which ``turns`` it has and submits them again. The pool knows them by their ids: it says where they
+  are, or what they came to, and cancels the others.
 * What a client says of its own path to an engine does not take that engine from others: a lost connection counts as a failure only.
 """
 
@@ -37,11 +38,13 @@ from rose.types import (
     Turn,
     TurnResult,
     UnseenIds,
+    VersionConstraint,
     VersionSpan,
     WeightVersion,
 )
 
-SUBMIT, START, REPORT, SETTLED, CANCEL, STOP, ALIVE = "submit", "start", "report", "settled", "cancel", "stop", "alive"
+SUBMIT, START, REPORT, SETTLED, CANCEL, STOP = "submit", "start", "report", "settled", "cancel", "stop"
+ALIVE, TURNS = "alive", "turns"
 SESSION_HEADER = "X-Rose-Session"
 PATH = "/v1/direct"
 REPORT_S = 0.5
@@ -65,6 +68,7 @@ class Start:
         hops: Attempts before this one.
         run: Of the pool's weights.
         version: That the engine is believed to have.
+        versions: Which ones the attempt may run on.
     """
 
     turn_id: str
@@ -77,6 +81,7 @@ class Start:
     hops: tuple[Hop, ...]
     run: str | None
     version: WeightVersion | None
+    versions: VersionConstraint
 
 
 def submit_to_wire(turn_id: str, turn: Turn) -> list[Any]:
@@ -111,7 +116,9 @@ def submit_from_wire(message: list[Any]) -> tuple[str, Turn]:
 
 def start_to_wire(start: Start) -> list[Any]:
     """Return ``start``."""
-    address = None if start.address is None else [start.address.name, dict(start.address.options)]
+    address: list[Any] | None = None
+    if start.address is not None:
+        address = [start.address.name, dict(start.address.options)]
     return [
         START,
         start.turn_id,
@@ -124,12 +131,13 @@ def start_to_wire(start: Start) -> list[Any]:
         [to_plain(hop) for hop in start.hops],
         start.run,
         None if start.version is None else str(start.version),
+        constraint_to_plain(start.versions),
     ]
 
 
 def start_from_wire(message: list[Any]) -> Start:
     """Return what ``start_to_wire`` rendered."""
-    _, turn_id, attempt, request_id, engine_id, reason, address, num_kept, hops, run, version = message
+    _, turn_id, attempt, request_id, engine_id, reason, address, num_kept, hops, run, version, versions = message
     return Start(
         turn_id=turn_id,
         attempt=attempt,
@@ -141,6 +149,7 @@ def start_from_wire(message: list[Any]) -> Start:
         hops=tuple(from_plain(Hop, hop) for hop in hops),
         run=run,
         version=version_from_wire(version),
+        versions=constraint_from_plain(versions),
     )
 
 

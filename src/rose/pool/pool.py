@@ -82,8 +82,8 @@ class RolloutPool:
         Raises:
             TypeError: An argument is of a wrong type.
         """
-        _check_type("config", config, PoolConfig, type(None))
-        _check_type("seed", seed, int)
+        check_type("config", config, PoolConfig, type(None))
+        check_type("seed", seed, int)
         if clock is not None:
             _check_methods("clock", clock, "now", "sleep")
         if on_event is not None:
@@ -137,7 +137,7 @@ class RolloutPool:
             TypeError: ``turn`` is no ``Turn``.
         """
         self._check_open()
-        _check_type("turn", turn, Turn)
+        check_type("turn", turn, Turn)
         waiter: asyncio.Future[TurnResult] = asyncio.get_running_loop().create_future()
         record = self._state.submit(turn, waiter, self._clock.now(), source=source)
         try:
@@ -236,9 +236,9 @@ class RolloutPool:
             TypeError: An argument is of a wrong type.
         """
         self._check_open()
-        _check_type("engine", engine, ServingEngine)
-        _check_type("kind", kind, EngineKind)
-        _check_type("lease_id", lease_id, str, type(None))
+        check_type("engine", engine, ServingEngine)
+        check_type("kind", kind, EngineKind)
+        check_type("lease_id", lease_id, str, type(None))
         member = self._state.lifecycle.join(engine, kind, lease_id, self._clock.now())
         try:
             reading = await self._driver.read(member)
@@ -335,7 +335,12 @@ class RolloutPool:
             _logger.warning("engine %s could not catch up", member.engine_id, exc_info=True)
 
 
-def _check_type(name: str, value: object, *allowed: type) -> None:
+def check_type(name: str, value: object, *allowed: type) -> None:
+    """Refuse an argument of a wrong type.
+
+    Raises:
+        TypeError: It is of none of ``allowed``; a boolean is no integer.
+    """
     if not isinstance(value, allowed) or (isinstance(value, bool) and bool not in allowed):
         names = " or ".join("None" if cls is type(None) else cls.__name__ for cls in allowed)
         message = f"{name} must be of type {names}, got {shown(value)}"
@@ -355,5 +360,5 @@ def _check_engines(name: str, engines: object) -> list[ServingEngine]:
         raise TypeError(message)
     checked = list(engines)
     for i, engine in enumerate(checked):
-        _check_type(f"{name}[{i}]", engine, ServingEngine)
+        check_type(f"{name}[{i}]", engine, ServingEngine)
     return checked

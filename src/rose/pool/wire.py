@@ -67,7 +67,9 @@ def from_plain(cls: Any, data: Any) -> Any:  # noqa: PLR0911 - one return a kind
 
 def constraint_to_plain(versions: VersionConstraint) -> dict[str, int] | None:
     """Return which versions a turn asks for as plain data."""
-    return next(({name: versions.n} for name, cls in _CONSTRAINTS.items() if isinstance(versions, cls)), None)
+    if isinstance(versions, AnyVersion):
+        return None
+    return next({name: versions.n} for name, cls in _CONSTRAINTS.items() if isinstance(versions, cls))
 
 
 def constraint_from_plain(data: Any) -> VersionConstraint:
@@ -87,7 +89,7 @@ def constraint_from_plain(data: Any) -> VersionConstraint:
 
 def turn_to_wire(turn: Turn) -> dict[str, Any]:
     """Return a turn as plain data, without what is at its default."""
-    return cast("dict[str, Any]", _without_defaults(turn))
+    return _without_defaults(turn)
 
 
 def turn_from_wire(data: Any) -> Turn:

@@ -111,7 +111,7 @@ class RemoteEngine(ServingEngine):
 
     async def _generate(self, request: EngineRequest) -> AsyncGenerator[TokenChunk, None]:
         self._check_found()
-        lines = self._client.lines("/v1/generate", wire.request_to_wire(request), headers=self._headers)
+        lines = self._client.lines("/v1/generate", wire.request_to_json(request), headers=self._headers)
         try:
             async with contextlib.aclosing(lines):
                 async for line in lines:

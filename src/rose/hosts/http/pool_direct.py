@@ -87,6 +87,7 @@ class DirectTurn:
             hops=tuple(attempt.record.hops),
             run=None if version is None else version.run,
             version=member.version,
+            versions=attempt.record.versions,
         )
         await self._session.send(direct.start_to_wire(start))
 
@@ -149,6 +150,9 @@ class Session:
                     self.turns[turn_id].report(*news)
             case direct.CANCEL:
                 self.cancel(message[1])
+            case direct.TURNS:
+                for turn_id in set(self.turns) - set(message[1]):
+                    self.cancel(turn_id)
             case direct.ALIVE:
                 pass
             case other:
