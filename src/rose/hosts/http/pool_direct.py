@@ -72,7 +72,7 @@ class DirectTurn:
     async def tell(self) -> None:
         """Say what the client is to do now; nothing while the turn waits for an engine."""
         attempt = self.attempt
-        if attempt is None or not attempt.is_open:
+        if attempt is None or not attempt.is_open or self.is_ended:
             return
         member = attempt.member
         version = self._session.pool.version
