@@ -34,6 +34,12 @@ class RolloutPool:
         ...     results = pool.generate_many(turns)
     """
 
+    _thread: threading.Thread
+    _loop: asyncio.AbstractEventLoop
+    _ending: asyncio.Event
+    _pool: Any
+    _is_closed: bool
+
     def __init__(self, *args: Any, **options: Any) -> None:
         """Open a pool in this process. Arguments and errors as of ``rose.RolloutPool``."""
         self._start(lambda: asynchronous.RolloutPool(*args, **options))
@@ -56,7 +62,8 @@ class RolloutPool:
         Raises:
             TimeoutError: It was not done after ``timeout_s``; it is cancelled.
         """
-        return self.call(lambda pool: pool.generate(turn), timeout_s=timeout_s)
+        result: TurnResult = self.call(lambda pool: pool.generate(turn), timeout_s=timeout_s)
+        return result
 
     def generate_many(self, turns: Iterable[Turn], *, timeout_s: float | None = None) -> list[TurnResult]:
         """Run turns side by side; the results are in the order of the turns.
@@ -70,15 +77,18 @@ class RolloutPool:
 
     def sync_weights(self, source: Any, *, timeout_s: float | None = None) -> asynchronous.SyncReport:
         """Bring the engines to the newest weights. See ``rose.RolloutPool.sync_weights``."""
-        return self.call(lambda pool: pool.sync_weights(source), timeout_s=timeout_s)
+        report: asynchronous.SyncReport = self.call(lambda pool: pool.sync_weights(source), timeout_s=timeout_s)
+        return report
 
     def snapshot(self) -> asynchronous.PoolSnapshot:
         """Read the pool's state now."""
-        return self.call(lambda pool: _awaited(pool.snapshot))
+        snapshot: asynchronous.PoolSnapshot = self.call(lambda pool: _awaited(pool.snapshot))
+        return snapshot
 
     def accounts(self) -> dict[EngineId, asynchronous.EngineAccount]:
         """Return what each engine did for this pool."""
-        return self.call(lambda pool: _awaited(pool.accounts))
+        accounts: dict[EngineId, asynchronous.EngineAccount] = self.call(lambda pool: _awaited(pool.accounts))
+        return accounts
 
     def call(self, work: Callable[[Any], Coroutine[Any, Any, T]], *, timeout_s: float | None = None) -> T:
         """Run ``work`` with the asynchronous pool on its loop, and wait for it.

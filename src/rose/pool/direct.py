@@ -20,7 +20,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -84,6 +84,25 @@ class Start:
     versions: VersionConstraint
 
 
+@attrs.frozen(kw_only=True)
+class Report:
+    """What a client says of an attempt.
+
+    Attributes:
+        turn_id: The client's id of the turn.
+        attempt: Which attempt.
+        start: How many tokens of the turn come before ``chunks``.
+        chunks: Tokens.
+        end: How the stream ended, if it did: an error as it crosses elsewhere.
+    """
+
+    turn_id: str
+    attempt: int
+    start: int
+    chunks: Sequence[TokenChunk] = ()
+    end: FinishReason | Mapping[str, Any] | None = None
+
+
 def submit_to_wire(turn_id: str, turn: Turn) -> list[Any]:
     """Return ``submit``: all of a turn that routing and accounts need."""
     rest = {
@@ -103,22 +122,17 @@ def submit_from_wire(message: list[Any]) -> tuple[str, Turn]:
     """
     _, turn_id, num_prompt_tokens, sampling, versions, rest = message
     if type(turn_id) is not str or type(num_prompt_tokens) is not int:
-        message = "an id and a number of tokens are needed"
-        raise ValueError(message)
-    turn = Turn(
-        prompt_ids=UnseenIds(num_prompt_tokens),  # type: ignore[arg-type] # what stands for ids
-        sampling=Sampling(**sampling),
-        versions=constraint_from_plain(versions),
-        **other_fields(rest),
-    )
+        reason = "an id and a number of tokens are needed"
+        raise ValueError(reason)
+    unseen: Any = UnseenIds(num_prompt_tokens)
+    constraint = constraint_from_plain(versions)
+    turn = Turn(prompt_ids=unseen, sampling=Sampling(**sampling), versions=constraint, **other_fields(rest))
     return turn_id, turn
 
 
 def start_to_wire(start: Start) -> list[Any]:
     """Return ``start``."""
-    address: list[Any] | None = None
-    if start.address is not None:
-        address = [start.address.name, dict(start.address.options)]
+    address: Any = None if start.address is None else [start.address.name, dict(start.address.options)]
     return [
         START,
         start.turn_id,
@@ -153,25 +167,27 @@ def start_from_wire(message: list[Any]) -> Start:
     )
 
 
-def report_to_wire(
-    turn_id: str, attempt: int, start: int, chunks: list[TokenChunk], end: FinishReason | Mapping[str, Any] | None
-) -> list[Any]:
-    """Return ``report``: tokens from ``start`` of the turn on, and how the stream ended if it did (an error as it crosses elsewhere)."""
-    ended = end.value if isinstance(end, FinishReason) else end
-    return [REPORT, turn_id, attempt, start, [chunk_to_wire(chunk) for chunk in chunks], ended]
+def report_to_wire(report: Report) -> list[Any]:
+    """Return ``report``."""
+    ended = report.end.value if isinstance(report.end, FinishReason) else report.end
+    chunks = [chunk_to_wire(chunk) for chunk in report.chunks]
+    return [REPORT, report.turn_id, report.attempt, report.start, chunks, ended]
 
 
-def report_from_wire(
-    message: list[Any],
-) -> tuple[str, int, int, list[TokenChunk], FinishReason | Mapping[str, Any] | None]:
+def report_from_wire(message: list[Any]) -> Report:
     """Return what ``report_to_wire`` was given.
 
     Raises:
         TypeError, ValueError, KeyError: It is none.
     """
     _, turn_id, attempt, start, chunks, ended = message
-    end = FinishReason(ended) if isinstance(ended, str) else ended
-    return turn_id, attempt, start, [chunk_from_wire(chunk) for chunk in chunks], end
+    return Report(
+        turn_id=turn_id,
+        attempt=attempt,
+        start=start,
+        chunks=[chunk_from_wire(chunk) for chunk in chunks],
+        end=FinishReason(ended) if isinstance(ended, str) else ended,
+    )
 
 
 def settled_to_wire(turn_id: str, outcome: TurnResult | Mapping[str, Any]) -> list[Any]:

@@ -72,18 +72,22 @@ class Link:
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=self._reconnect_s)
         async with aiohttp.ClientSession(headers=self._headers, timeout=timeout) as session:
             down_since_s, wait_s = loop.time(), _FIRST_S
-            while not self._is_closing:
+            while not self.is_closing:
                 num_before = self.num_connections
                 why = await self._connect(session)
-                if self._is_closing:
-                    return
                 if self.num_connections > num_before:
                     down_since_s, wait_s = loop.time(), _FIRST_S
-                if isinstance(why, ConfigError) or loop.time() - down_since_s >= self._reconnect_s:
+                is_long = loop.time() - down_since_s >= self._reconnect_s
+                if not self.is_closing and (isinstance(why, ConfigError) or is_long):
                     self._on_down(why)
                     down_since_s = loop.time()
                 await asyncio.sleep(wait_s * random.uniform(0.5, 1.0))
                 wait_s = min(_LONGEST_S, 2 * wait_s)
+
+    @property
+    def is_closing(self) -> bool:
+        """Whether ``close`` was called."""
+        return self._is_closing
 
     async def wait_until_open(self) -> None:
         """Return once there is a connection."""

@@ -111,7 +111,10 @@ class RemoteCall:
             return None
         chunks = chunks_from(record.token_ids, record.logprobs, record.spans, start)
         self._num_told, self._has_told_end = len(record.token_ids), self.end is not None
-        return direct.report_to_wire(self.turn_id, self.start.attempt, start, chunks, self.end)
+        report = direct.Report(
+            turn_id=self.turn_id, attempt=self.start.attempt, start=start, chunks=chunks, end=self.end
+        )
+        return direct.report_to_wire(report)
 
     def settle(self, outcome: Mapping[str, Any]) -> None:
         """Take the pool's word; a no-op for a caller that has its result."""

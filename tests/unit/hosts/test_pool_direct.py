@@ -254,7 +254,9 @@ async def test_a_turn_that_is_submitted_twice_runs_once() -> None:
         assert starts[0] == starts[1]
         attempt = starts[0][2]
         chunks = [TokenChunk(token_ids=(5, 6), logprobs=(-0.1, -0.2))]
-        report = direct.report_to_wire("1", attempt, 0, chunks, FinishReason.LENGTH)
+        report = direct.report_to_wire(
+            direct.Report(turn_id="1", attempt=attempt, start=0, chunks=chunks, end=FinishReason.LENGTH)
+        )
         for _ in range(2):
             await socket.send_json(report)
         await socket.send_json(direct.submit_to_wire("1", turn(max_tokens=2)))

@@ -31,7 +31,8 @@ class Client:
     waiters: dict[str, asyncio.Future[TurnResult]] = attrs.field(factory=dict)
 
     async def generate(self, trajectory_id: str, num_prompt: int, max_tokens: int = 5) -> TurnResult:
-        waiter = self.waiters[trajectory_id] = asyncio.get_running_loop().create_future()
+        waiter: asyncio.Future[TurnResult] = asyncio.get_running_loop().create_future()
+        self.waiters[trajectory_id] = waiter
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(turn_to_wire(turn(trajectory_id, num_prompt, max_tokens))).encode() + b"\n")
         return await waiter

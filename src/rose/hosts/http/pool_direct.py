@@ -15,7 +15,7 @@ import contextlib
 import json
 import logging
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable
 from typing import Any, Self
 
 from aiohttp import WSCloseCode, WSMsgType, web
@@ -91,23 +91,22 @@ class DirectTurn:
         )
         await self._session.send(direct.start_to_wire(start))
 
-    def report(
-        self, number: int, start: int, chunks: list[TokenChunk], end: FinishReason | Mapping[str, Any] | None
-    ) -> None:
+    def report(self, news: direct.Report) -> None:
         """Take a client's news; what is of an earlier attempt, or known already, is dropped."""
-        if self.attempt is None or self.attempt.number != number or self.is_ended:
+        if self.attempt is None or self.attempt.number != news.attempt or self.is_ended:
             return
-        for chunk in chunks:
+        start = news.start
+        for chunk in news.chunks:
             known = max(0, min(self._num_heard - start, len(chunk.token_ids)))
             start += len(chunk.token_ids)
             if known < len(chunk.token_ids):
                 self._chunks.put_nowait(_without_first(chunk, known))
         self._num_heard = max(self._num_heard, start)
-        if isinstance(end, FinishReason):
-            self._chunks.put_nowait(TokenChunk(finish_reason=end))
-        elif end is not None:
-            self._chunks.put_nowait(_as_failure(error_from_plain(end)))
-        self.is_ended = end is not None
+        if isinstance(news.end, FinishReason):
+            self._chunks.put_nowait(TokenChunk(finish_reason=news.end))
+        elif news.end is not None:
+            self._chunks.put_nowait(_as_failure(error_from_plain(news.end)))
+        self.is_ended = news.end is not None
 
 
 class Session:
@@ -143,11 +142,11 @@ class Session:
             case direct.SUBMIT:
                 await self._submit(message)
             case direct.REPORT:
-                turn_id, *news = direct.report_from_wire(message)
-                if turn_id in self._settled:
-                    await self.send(self._settled[turn_id])
-                elif turn_id in self.turns:
-                    self.turns[turn_id].report(*news)
+                news = direct.report_from_wire(message)
+                if news.turn_id in self._settled:
+                    await self.send(self._settled[news.turn_id])
+                elif news.turn_id in self.turns:
+                    self.turns[news.turn_id].report(news)
             case direct.CANCEL:
                 self.cancel(message[1])
             case direct.TURNS:
