@@ -63,7 +63,7 @@ class Link:
         self._reconnect_s = reconnect_s
         self._socket: aiohttp.ClientWebSocketResponse | None = None
         self._is_open = asyncio.Event()
-        self._is_closing = False
+        self._closing = asyncio.Event()
         self.num_connections = 0
 
     async def run(self) -> None:
@@ -72,22 +72,19 @@ class Link:
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=self._reconnect_s)
         async with aiohttp.ClientSession(headers=self._headers, timeout=timeout) as session:
             down_since_s, wait_s = loop.time(), _FIRST_S
-            while not self.is_closing:
+            while not self._closing.is_set():
                 num_before = self.num_connections
                 why = await self._connect(session)
                 if self.num_connections > num_before:
                     down_since_s, wait_s = loop.time(), _FIRST_S
                 is_long = loop.time() - down_since_s >= self._reconnect_s
-                if not self.is_closing and (isinstance(why, ConfigError) or is_long):
+                if not self._closing.is_set() and (isinstance(why, ConfigError) or is_long):
                     self._on_down(why)
                     down_since_s = loop.time()
-                await asyncio.sleep(wait_s * random.uniform(0.5, 1.0))
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(wait_s * random.uniform(0.5, 1.0)):
+                        await self._closing.wait()
                 wait_s = min(_LONGEST_S, 2 * wait_s)
-
-    @property
-    def is_closing(self) -> bool:
-        """Whether ``close`` was called."""
-        return self._is_closing
 
     async def wait_until_open(self) -> None:
         """Return once there is a connection."""
@@ -102,7 +99,7 @@ class Link:
 
     async def close(self) -> None:
         """Say good-bye and stop. ``run`` ends."""
-        self._is_closing = True
+        self._closing.set()
         if self._socket is not None:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_CLOSE_S):
