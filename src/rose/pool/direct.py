@@ -51,6 +51,7 @@ REPORT_S = 0.5
 """Longest time without a word of a client that has turns."""
 
 _SENT = ("max_tokens", "stop_token_ids", "logprobs")
+_OTHERS = tuple(field.name for field in attrs.fields(Turn) if field.name not in {"prompt_ids", "sampling", "versions"})
 
 
 @attrs.frozen(kw_only=True)
@@ -105,12 +106,9 @@ class Report:
 
 def submit_to_wire(turn_id: str, turn: Turn) -> list[Any]:
     """Return ``submit``: all of a turn that routing and accounts need."""
-    rest = {
-        field.name: to_plain(getattr(turn, field.name))
-        for field in attrs.fields(Turn)
-        if field.name not in {"prompt_ids", "sampling", "versions"} and getattr(turn, field.name) is not None
-    }
-    sampling = {name: to_plain(getattr(turn.sampling, name)) for name in _SENT}
+    given = [(name, getattr(turn, name)) for name in _OTHERS]
+    rest = {name: value if type(value) is str else to_plain(value) for name, value in given if value is not None}
+    sampling = {name: getattr(turn.sampling, name) for name in _SENT}
     return [SUBMIT, turn_id, len(turn.prompt_ids), sampling, constraint_to_plain(turn.versions), rest]
 
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import aiohttp
 
+from rose.backends.remote.wire import compact
 from rose.errors import ConfigError, RoseError, TransportError
 from rose.pool import direct
 
@@ -95,7 +96,7 @@ class Link:
         socket = self._socket
         if socket is not None and not socket.closed:
             with contextlib.suppress(ConnectionError, aiohttp.ClientError):
-                await socket.send_str(json.dumps(message, separators=(",", ":")))
+                await socket.send_str(compact(message))
 
     async def close(self) -> None:
         """Say good-bye and stop. ``run`` ends."""

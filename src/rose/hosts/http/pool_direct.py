@@ -18,15 +18,17 @@ from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable
 from typing import Any, Self
 
+import attrs
 from aiohttp import WSCloseCode, WSMsgType, web
 
+from rose.backends.remote.wire import compact
 from rose.errors import ConfigError, EngineError, EngineLostError, RequestRefusedError, RoseError
 from rose.hosts.http.auth import Access, require
-from rose.interfaces.serving import SupportsAddress
+from rose.interfaces import ServingEngine
 from rose.pool import RolloutPool, direct
 from rose.pool.turns import Attempt
 from rose.pool.wire import error_from_plain, error_to_plain
-from rose.types import FinishReason, RequestId, TokenChunk, Turn
+from rose.types import EngineAddress, FinishReason, RequestId, TokenChunk, Turn
 
 _logger = logging.getLogger(__name__)
 _MAX_SETTLED = 4096
@@ -82,7 +84,7 @@ class DirectTurn:
             request_id=attempt.request.request_id,
             engine_id=attempt.engine_id,
             reason=attempt.reason,
-            address=member.engine.address() if isinstance(member.engine, SupportsAddress) else None,
+            address=_address_of(member.engine),
             num_kept=self._num_heard,
             hops=tuple(attempt.record.hops),
             run=None if version is None else version.run,
@@ -96,15 +98,19 @@ class DirectTurn:
         if self.attempt is None or self.attempt.number != news.attempt or self.is_ended:
             return
         start = news.start
+        fresh: list[TokenChunk] = []
         for chunk in news.chunks:
             known = max(0, min(self._num_heard - start, len(chunk.token_ids)))
             start += len(chunk.token_ids)
             if known < len(chunk.token_ids):
-                self._chunks.put_nowait(_without_first(chunk, known))
+                fresh.append(_without_first(chunk, known))
         self._num_heard = max(self._num_heard, start)
         if isinstance(news.end, FinishReason):
-            self._chunks.put_nowait(TokenChunk(finish_reason=news.end))
-        elif news.end is not None:
+            last = fresh.pop() if fresh else TokenChunk()
+            fresh.append(attrs.evolve(last, finish_reason=news.end))
+        for chunk in fresh:
+            self._chunks.put_nowait(chunk)
+        if news.end is not None and not isinstance(news.end, FinishReason):
             self._chunks.put_nowait(_as_failure(error_from_plain(news.end)))
         self.is_ended = news.end is not None
 
@@ -130,7 +136,7 @@ class Session:
         """Send to the client, if it is there; what it misses it is told when it comes back."""
         if self.socket is not None and not self.socket.closed:
             with contextlib.suppress(ConnectionError):
-                await self.socket.send_str(json.dumps(message, separators=(",", ":")))
+                await self.socket.send_str(compact(message))
 
     async def take(self, message: Any) -> None:
         """Act on a client's message.
@@ -303,6 +309,12 @@ class DirectHost:
 
     def _end(self, key: tuple[str, str]) -> None:
         self.sessions.pop(key).end()
+
+
+def _address_of(engine: ServingEngine) -> EngineAddress | None:
+    """Return the engine's address; asked of the object, since a check against the protocol costs more than all the rest."""
+    address: Callable[[], EngineAddress] | None = getattr(engine, "address", None)
+    return None if address is None else address()
 
 
 def _without_first(chunk: TokenChunk, num: int) -> TokenChunk:
