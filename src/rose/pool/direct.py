@@ -65,6 +65,7 @@ class Start:
         engine_id: The engine, for the result's hops.
         reason: Why there.
         address: How to reach it; ``None``: through the pool.
+        max_tokens: Most tokens to ask for.
         num_kept: Tokens of the turn that the pool has; the client drops what it has beyond.
         hops: Attempts before this one.
         run: Of the pool's weights.
@@ -78,6 +79,7 @@ class Start:
     engine_id: str
     reason: RouteReason
     address: EngineAddress | None
+    max_tokens: int
     num_kept: int
     hops: tuple[Hop, ...]
     run: str | None
@@ -139,6 +141,7 @@ def start_to_wire(start: Start) -> list[Any]:
         start.engine_id,
         start.reason.value,
         address,
+        start.max_tokens,
         start.num_kept,
         [to_plain(hop) for hop in start.hops],
         start.run,
@@ -149,7 +152,8 @@ def start_to_wire(start: Start) -> list[Any]:
 
 def start_from_wire(message: list[Any]) -> Start:
     """Return what ``start_to_wire`` rendered."""
-    _, turn_id, attempt, request_id, engine_id, reason, address, num_kept, hops, run, version, versions = message
+    _, turn_id, attempt, request_id, engine_id, reason, address, *asked, hops, run, version, versions = message
+    max_tokens, num_kept = asked
     return Start(
         turn_id=turn_id,
         attempt=attempt,
@@ -157,6 +161,7 @@ def start_from_wire(message: list[Any]) -> Start:
         engine_id=engine_id,
         reason=RouteReason(reason),
         address=None if address is None else EngineAddress(name=address[0], options=tuple(address[1].items())),
+        max_tokens=max_tokens,
         num_kept=num_kept,
         hops=tuple(from_plain(Hop, hop) for hop in hops),
         run=run,

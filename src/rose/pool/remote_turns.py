@@ -64,7 +64,10 @@ class RemoteCall:
         record.spans[:] = [attrs.evolve(span, end=min(span.end, num)) for span in record.spans if span.start < num]
         record.hops[:] = start.hops
         self.start, self.end = start, None
-        return record.next_request(start.request_id)
+        request = record.next_request(start.request_id)
+        if request.sampling.max_tokens == start.max_tokens:
+            return request
+        return attrs.evolve(request, sampling=attrs.evolve(request.sampling, max_tokens=start.max_tokens))
 
     def take(self, chunk: TokenChunk) -> bool:
         """Take a chunk; returns whether the pool must hear of it at once: the stream is over, or should be."""

@@ -110,6 +110,7 @@ def test_a_start_crosses_and_hides_what_engines_ask_for() -> None:
         engine_id="e",
         reason=RouteReason.REROUTED_STALLED,
         address=address,
+        max_tokens=9,
         num_kept=2,
         hops=(HOP,),
         run="r",

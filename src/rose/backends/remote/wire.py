@@ -202,8 +202,8 @@ _SAMPLING = tuple(field.name for field in attrs.fields(Sampling))
 
 
 def _fields_of(sampling: Sampling) -> dict[str, Any]:
-    """Return the fields as plain data; tuples become lists as they are written."""
-    return {name: getattr(sampling, name) for name in _SAMPLING}
+    fields = {name: getattr(sampling, name) for name in _SAMPLING}
+    return fields | {"stop_token_ids": list(sampling.stop_token_ids)}
 
 
 def name_in(line: Mapping[str, Any]) -> str:

@@ -85,6 +85,7 @@ class DirectTurn:
             engine_id=attempt.engine_id,
             reason=attempt.reason,
             address=_address_of(member.engine),
+            max_tokens=attempt.request.sampling.max_tokens,
             num_kept=self._num_heard,
             hops=tuple(attempt.record.hops),
             run=None if version is None else version.run,
