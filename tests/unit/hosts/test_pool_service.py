@@ -183,6 +183,17 @@ async def test_a_turn_without_a_client_is_cancelled_after_a_while_and_on_demand_
         await until(lambda: len(engines[0].aborted) == 3)
 
 
+async def test_a_stream_that_nobody_reads_is_cancelled() -> None:
+    engines = fakes(1, token_s=0.02)
+    async with service(engines) as (pool, ask, _):
+        body = turn_to_wire(turn(max_tokens=500)) | {"stream": True}
+        async with ask.session.post(ask.url + "/v1/generate", json=body) as answer:
+            await answer.content.readline()
+            answer.close()
+        await until(lambda: pool.snapshot().num_live_turns == 0 and not engines[0].num_in_flight)
+        assert len(engines[0].aborted) == 1
+
+
 # The pool.
 
 
