@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -35,25 +36,25 @@ def fakes(num: int, **options: Any) -> list[FakeEngine]:
 
 @attrs.define(eq=False)
 class EngineServer:
-    """A fake engine as an executor serves it; ``drop_after`` cuts streams after so many lines."""
+    """A fake engine as an executor serves it; each of ``cuts`` ends one stream after so many lines."""
 
     engine: FakeEngine
     url: str = ""
     num_asked: int = 0
     aborts: list[str] = attrs.field(factory=list)
-    drop_after: int | None = None
+    cuts: list[int] = attrs.field(factory=list)
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
         self.num_asked += 1
         wanted = wire.request_from_wire(await request.json())
         response: web.StreamResponse | None = None
-        num_lines = 0
+        num_lines, most = 0, self.cuts.pop() if self.cuts else math.inf
         async with contextlib.aclosing(self.engine.generate(wanted)) as chunks:  # type: ignore[type-var] # a generator
             async for chunk in chunks:
                 if response is None:
                     response = web.StreamResponse()
                     await response.prepare(request)
-                if self.drop_after is not None and num_lines >= self.drop_after:
+                if num_lines >= most:
                     assert request.transport is not None
                     request.transport.abort()
                     return response

@@ -149,8 +149,8 @@ async def test_what_is_no_turn_is_refused(body: Any, says: str) -> None:
 
 
 async def test_a_retry_finds_the_turn_and_its_result() -> None:
-    engines = fakes(1, token_s=0.02)
-    async with service(engines) as (_, ask, _):
+    engines = fakes(1, token_s=0.05)
+    async with service(engines, linger_s=0.4) as (_, ask, _):
         body = turn_to_wire(turn(max_tokens=20)) | {"turn_id": "a"}
         first = asyncio.create_task(ask("/v1/generate", body))
         await until(lambda: engines[0].requests)
