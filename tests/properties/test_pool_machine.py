@@ -125,7 +125,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(member=members, tokens=st.sampled_from([0, 12, 60]))
     def read(self, member, tokens):
-        self.state.lifecycle.note_reading(member, reading(member.version, tokens))
+        self.state.lifecycle.note_reading(member, reading(member.version, tokens), self.now_s)
         self.apply()
 
     @rule(member=members)

@@ -171,7 +171,7 @@ class Driver:
                 member.asked_s = self._clock.now()
                 reading = await member.engine.snapshot()
                 member.asked_s = math.inf
-                self._state.lifecycle.note_reading(member, reading)
+                self._state.lifecycle.note_reading(member, reading, self._clock.now())
                 self.apply()
         except Exception as error:  # noqa: BLE001 - the root of a task: an engine that cannot be read cannot be trusted
             self._lose(member, str(error))

@@ -150,11 +150,13 @@ def snapshot_to_wire(snapshot: EngineSnapshot) -> dict[str, Any]:
 def snapshot_from_wire(data: Mapping[str, Any], read_at_s: float) -> EngineSnapshot:
     """Return the reading that ``snapshot_to_wire`` rendered, as of the reader's own time."""
     names = ("num_running", "num_waiting", "kv_used_tokens", "kv_total_tokens")
+    context = data.get("max_context_tokens")
     return EngineSnapshot(
         **{name: int(data[name]) for name in names},
         weight_version=version_from_wire(data["weight_version"]),
         is_paused=bool(data["is_paused"]),
         read_at_s=read_at_s,
+        max_context_tokens=None if context is None else int(context),
     )
 
 
