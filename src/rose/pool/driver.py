@@ -21,6 +21,7 @@ from rose.errors import DeadlineExceededError, EngineError, EngineLostError, Ros
 from rose.interfaces import Clock
 from rose.policies.routing import EngineState
 from rose.pool.actions import TIME_EPSILON_S, SettleTurn, StartAttempt, StopAttempt
+from rose.pool.barrier import Barrier
 from rose.pool.config import PoolConfig
 from rose.pool.events import Observer
 from rose.pool.membership import Member
@@ -53,6 +54,7 @@ class Driver:
         self._alarm: asyncio.Task[None] | None = None
         self._alarm_s = 0.0
         self._free: dict[Member, asyncio.Event] = {}
+        self._barriers: dict[Barrier, asyncio.Event] = {}
 
     async def start(self) -> None:
         """Begin; in the task that will call ``stop``."""
@@ -91,6 +93,8 @@ class Driver:
         for member in self._state.engines.take_freed():
             if member in self._free:
                 self._free.pop(member).set()
+        for barrier in [each for each in self._barriers if each.is_passed(self._state.engines, self._state.live)]:
+            self._barriers.pop(barrier).set()
         self._set_alarm()
 
     async def _pump(self, attempt: Attempt) -> None:
@@ -234,6 +238,24 @@ class Driver:
         except DeadlineExceededError:
             return False
         return True
+
+    async def wait_for_barrier(self, barrier: Barrier, timeout_s: float | None) -> None:
+        """Return once ``barrier`` is passed.
+
+        Raises:
+            DeadlineExceededError: It was not after ``timeout_s``; says what holds it up.
+        """
+        engines = self._state.engines
+        if barrier.is_passed(engines, self._state.live):
+            return
+        passed = self._barriers.setdefault(barrier, asyncio.Event()).wait()
+        try:
+            await (passed if timeout_s is None else within(self._clock, passed, timeout_s, what="the barrier"))
+        except DeadlineExceededError as error:
+            message = f"not all was at {barrier.version} after {timeout_s} s: {barrier.what_holds_it_up(engines)}"
+            raise DeadlineExceededError(message) from error
+        finally:
+            self._barriers.pop(barrier, None)
 
 
 def _settle(waiter: asyncio.Future[TurnResult], outcome: TurnResult | RoseError) -> None:

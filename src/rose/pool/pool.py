@@ -23,13 +23,15 @@ from rose.clocks import MonotonicClock
 from rose.errors import EngineError, TurnFailedError
 from rose.interfaces import Clock, ServingEngine, Transport
 from rose.policies.routing import EngineState, EngineView, WaitReason
+from rose.pool.barrier import Barrier
 from rose.pool.config import PoolConfig, WeightPull
 from rose.pool.driver import Driver
 from rose.pool.events import Observer
 from rose.pool.membership import EngineAccount, Member
 from rose.pool.state import PoolState
+from rose.pool.statistics import PoolStatistics
 from rose.pool.weights import SyncReport, TransportSource, UpdateSource, WeightSync
-from rose.types import EngineId, EngineKind, LeaseId, Turn, TurnResult, WeightVersion
+from rose.types import EngineId, EngineKind, FinishReason, LeaseId, Turn, TurnResult, WeightVersion
 
 _logger = logging.getLogger(__name__)
 
@@ -98,10 +100,16 @@ class RolloutPool:
     async def generate(self, turn: Turn) -> TurnResult:
         """Run one turn to its end, wherever that takes it.
 
+        An error that ends the turn, a cancellation included, has the tokens made so far in its attribute ``partial``.
+
         Raises:
             RequestRefusedError: No engine can ever serve it.
             DeadlineExceededError: ``turn.deadline_s`` passed.
-            TurnFailedError: It was given up: too many attempts, a version that is gone, or the pool was closed.
+            VersionUnavailableError: Its version is gone, or not there and the turn does not wait for it.
+            StaleTrajectoryError: The trajectory is further behind than ``turn.max_staleness``.
+            GroupDroppedError: Turns of its group were refused again and again.
+            NoEngineError: No engine took turns for ``PoolConfig.no_engine_timeout_s``.
+            TurnFailedError: It was given up after too many attempts, or the pool was closed.
             TypeError: ``turn`` is no ``Turn``.
         """
         self._check_open()
@@ -116,12 +124,42 @@ class RolloutPool:
             raise
         try:
             return await waiter
-        except asyncio.CancelledError:
+        except asyncio.CancelledError as error:
             if waiter.done() and not waiter.cancelled():
                 waiter.exception()
+            vars(error)["partial"] = record.result(FinishReason.ABORTED)
             self._state.cancel(record, self._clock.now())
             self._driver.apply()
             raise
+
+    def abort_trajectory(self, trajectory_id: str) -> int:
+        """End a trajectory's live turns as aborted: ``generate`` returns the tokens that they have.
+
+        Returns:
+            How many turns that were.
+        """
+        self._check_open()
+        num_turns = self._state.abort_trajectory(trajectory_id, self._clock.now())
+        self._driver.apply()
+        return num_turns
+
+    async def barrier(self, version: WeightVersion, *, timeout_s: float | None = None) -> None:
+        """Wait until nothing of older weights is under way.
+
+        Every engine that takes turns is then at ``version`` or a later one of its run, and every live turn was made by such weights alone.
+        Turns that come while it waits are not held back.
+
+        Args:
+            version: The oldest weights that are still wanted.
+            timeout_s: How long to wait, on the pool's clock; ``None``: for ever.
+
+        Raises:
+            DeadlineExceededError: Something older was under way for ``timeout_s``; the message names it.
+            TypeError: ``version`` is no ``WeightVersion``.
+        """
+        self._check_open()
+        _check_type("version", version, WeightVersion)
+        await self._driver.wait_for_barrier(Barrier(version), timeout_s)
 
     async def sync_weights(self, source: UpdateSource | Transport) -> SyncReport:
         """Bring every engine that can be reached to the newest weights of ``source``.
@@ -159,6 +197,10 @@ class RolloutPool:
             engines=tuple(self._state.engines.index),
             version=self._state.engines.version,
         )
+
+    def statistics(self) -> PoolStatistics:
+        """Return what became of turns and tokens since the pool was made."""
+        return self._state.recorder.read()
 
     def state_of(self, engine_id: EngineId) -> EngineState | None:
         """Return an engine's state, ``None`` when it is not in the pool."""

@@ -390,6 +390,8 @@ class PoolState:
         """Say where a live turn is, or what it waits for."""
         if record.attempt is not None:
             return f"it was on engine {record.attempt.engine_id!r}"
+        if not self._waiting.has(record):
+            return "it rested after failed attempts"
         decision = self.engines.index.choose(record.view())
         return (
             f"it waited for {failures.WAITED_FOR[decision.reason]}" if isinstance(decision, Wait) else "its turn had just come"
