@@ -1,4 +1,4 @@
-"""Why a turn is not sent to any engine. Sync, on the membership as it is; the turn is settled by the caller."""
+"""Why a turn is not on an engine, or not to be sent to any. Sync, on the membership as it is; the turn is settled by the caller."""
 
 from __future__ import annotations
 
@@ -45,3 +45,16 @@ class Objections:
         if not is_out_of_reach and not index.is_out_of_reach(record.versions):
             return False
         return index.choose(record.view()) == Wait(WaitReason.VERSION)
+
+    def describe(self, record: TurnRecord, *, is_waiting: bool) -> str:
+        """Say where a live turn is, or what it waits for."""
+        if record.attempt is not None:
+            return f"it was on engine {record.attempt.engine_id!r}"
+        if not is_waiting:
+            return "it rested after failed attempts"
+        decision = self._engines.index.choose(record.view())
+        return (
+            f"it waited for {failures.WAITED_FOR[decision.reason]}"
+            if isinstance(decision, Wait)
+            else "its turn had just come"
+        )

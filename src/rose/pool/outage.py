@@ -7,6 +7,7 @@ is bounded by a time-out of its own.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 from rose.pool.membership import Membership
 from rose.pool.turns import TurnRecord
@@ -34,6 +35,10 @@ class Outage:
                 self._since_s[is_dedicated_only] = now_s
                 has_begun = True
         return has_begun
+
+    def earliest_due_s(self, records: Iterable[TurnRecord]) -> float:
+        """Return when the first of the waiting turns is to be given up; infinite for none."""
+        return min(map(self.due_s, records), default=math.inf)
 
     def due_s(self, record: TurnRecord) -> float:
         """Return when a waiting turn is to be given up; infinite while engines take turns."""

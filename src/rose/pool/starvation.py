@@ -27,7 +27,7 @@ class Starvation:
         self._record: TurnRecord | None = None
         self._member: Member | None = None
 
-    def relieve(self, is_waiting: bool) -> TurnRecord | None:
+    def relieve(self, *, is_waiting: bool) -> TurnRecord | None:
         """Open the engine again if its turn has room now, or needs it no more.
 
         Args:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
+from collections.abc import Iterable
 from random import Random
 from typing import Any
 
@@ -58,6 +59,7 @@ from rose.types import (
     Turn,
     TurnResult,
 )
+
 
 class PoolState:
     """Turns, engines and reservations of one pool.
@@ -215,7 +217,7 @@ class PoolState:
     def plan(self, now_s: float) -> tuple[list[Action], list[PoolEvent]]:
         """Route every turn that can go now; returns the I/O to do, in order, and what there is to tell."""
         if self._outage.look(now_s):
-            self._set_outage_timer()
+            self._set_outage_timer(self._waiting)
         self._relieve_starved(now_s)
         while len(self._waiting) and self.engines.index.has_open_engine():
             if not self._route_next(now_s):
@@ -255,8 +257,7 @@ class PoolState:
             self._fail_turn(record, error, now_s)
         else:
             self._waiting.add(record)
-            if self._outage.due_s(record) < math.inf:
-                self._set_outage_timer()
+            self._set_outage_timer([record])
 
     def _relieve_starved(self, now_s: float) -> None:
         """Route the turn that an engine was kept free for, once it has room."""
@@ -267,9 +268,8 @@ class PoolState:
         if record is not None and isinstance(decision := self.engines.index.choose(record.view()), Assign):
             self._assign(record, decision, now_s)
 
-    def _set_outage_timer(self) -> None:
-        due_s = min((self._outage.due_s(record) for record in self._waiting), default=math.inf)
-        if due_s < math.inf:
+    def _set_outage_timer(self, records: Iterable[TurnRecord]) -> None:
+        if (due_s := self._outage.earliest_due_s(records)) < math.inf:
             self._timers.set(due_s, TimerKind.OUTAGE, None)
 
     def _give_up_on_engines(self, now_s: float) -> None:
@@ -279,7 +279,7 @@ class PoolState:
                 self._waiting.remove(record)
                 error = failures.no_engine(record, self.engines.members.values(), self._config.no_engine_timeout_s)
                 self._fail_turn(record, error, now_s)
-        self._set_outage_timer()
+        self._set_outage_timer(self._waiting)
 
     def _route_next(self, now_s: float) -> bool:
         """Move the first turn in the queue that need not wait; returns whether there was one."""
@@ -382,20 +382,9 @@ class PoolState:
         self._move_on(attempt, HopEnd.STALLED, now_s)
 
     def _miss_deadline(self, record: TurnRecord, now_s: float) -> None:
-        doing = self._describe(record)
+        doing = self._objections.describe(record, is_waiting=self._waiting.has(record))
         self._withdraw(record, now_s)
         self._fail_turn(record, failures.too_late(record, doing), now_s)
-
-    def _describe(self, record: TurnRecord) -> str:
-        """Say where a live turn is, or what it waits for."""
-        if record.attempt is not None:
-            return f"it was on engine {record.attempt.engine_id!r}"
-        if not self._waiting.has(record):
-            return "it rested after failed attempts"
-        decision = self.engines.index.choose(record.view())
-        return (
-            f"it waited for {failures.WAITED_FOR[decision.reason]}" if isinstance(decision, Wait) else "its turn had just come"
-        )
 
     def _move_on(self, attempt: Attempt, ended: HopEnd, now_s: float, *, is_over: bool = False, why: str = "") -> None:
         """End an attempt before its turn is done: the turn is queued again, unless it turns out to be complete."""

@@ -227,11 +227,11 @@ class TurnRecord:
 
 def _check_logprobs(logprobs: tuple[float, ...]) -> None:
     """Refuse what is no log of a probability; a missing one must never be filled in."""
-    try:
-        if all(-math.inf < value <= 0 for value in logprobs):
-            return
-    except TypeError:
-        pass  # None among them
-    wrong = next(value for value in logprobs if not (isinstance(value, float | int) and -math.inf < value <= 0))
-    message = f"a token came with a log-prob that is no log of a probability: {shown(wrong)}"
-    raise EngineError(message)
+    for value in logprobs:
+        try:
+            is_one = -math.inf < value <= 0
+        except TypeError:  # None, for instance
+            is_one = False
+        if not is_one:
+            message = f"a token came with a log-prob that is no log of a probability: {shown(value)}"
+            raise EngineError(message)

@@ -17,8 +17,8 @@ from collections.abc import Iterator
 
 import attrs
 
-from rose.policies.staleness import older
 from rose.policies.ordered import OrderedRoom, Sizes
+from rose.policies.staleness import older
 from rose.pool.turns import Demand, TurnRecord
 from rose.types import EngineId, WeightVersion
 

@@ -4,14 +4,13 @@ import pytest
 
 from rose.policies.concurrency import ConcurrencyConfig, KvReading, SlotLimit
 
+
 def limit(**changes) -> SlotLimit:
     return SlotLimit(ConcurrencyConfig(**({"cut_fraction": 0.5} | changes)), 16)
 
 
 def reading(fraction: float, num_in_flight: int = 16, *, age_s: float = 0.1, has_progress: bool = True) -> KvReading:
-    return KvReading(
-        kv_used_fraction=fraction, age_s=age_s, num_in_flight=num_in_flight, has_progress=has_progress
-    )
+    return KvReading(kv_used_fraction=fraction, age_s=age_s, num_in_flight=num_in_flight, has_progress=has_progress)
 
 
 def test_without_pressure_the_cap_alone_counts():
