@@ -60,6 +60,9 @@ class PoolConfig:
         jitter_fraction: Each pause or rest is stretched by a random share of up to this.
         reading_interval_s: How often the load and health of each engine are read.
         reading_timeout_s: An engine that does not answer such a reading for this long is lost.
+        rejoin_s: A lost dedicated engine is read again after this time, doubled up to ``rejoin_max_s`` while it does not answer; one that
+            does joins anew, stale until its weights are acknowledged. ``None``: it stays lost. Borrowed ones are the borrower's.
+        rejoin_max_s: The longest of these times.
         stage_timeout_s: How long planning and staging a weight update may take on one engine.
         activate_timeout_s: How long activating it may take.
         weight_pull: When borrowed engines fetch a new version, where the source of the weights knows what that costs.
@@ -92,6 +95,8 @@ class PoolConfig:
     jitter_fraction: float = attrs.field(default=0.25, validator=checks.number(at_least=0, at_most=1))
     reading_interval_s: float = attrs.field(default=0.5, validator=checks.number(above=0))
     reading_timeout_s: float = attrs.field(default=30.0, validator=checks.number(above=0))
+    rejoin_s: float | None = attrs.field(default=5.0, validator=checks.optional(checks.number(above=0)))
+    rejoin_max_s: float = attrs.field(default=60.0, validator=checks.number(above=0))
     stage_timeout_s: float = attrs.field(default=300.0, validator=checks.number(above=0))
     activate_timeout_s: float = attrs.field(default=60.0, validator=checks.number(above=0))
     weight_pull: WeightPull = attrs.field(default=WeightPull.ALWAYS, validator=checks.instance(WeightPull))

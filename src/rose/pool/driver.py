@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
 from rose.errors import DeadlineExceededError, EngineError, EngineLostError, RoseError
@@ -38,11 +38,13 @@ class Driver:
 
     Attributes:
         is_open: Between ``start`` and ``stop``.
+        on_gone: Called with each engine that is watched no longer while the pool is open: it left or was lost.
     """
 
     def __init__(self, state: PoolState, *, config: PoolConfig, clock: Clock, on_event: Observer | None) -> None:
         """Act for ``state``; the waiters of its turns must be futures."""
         self.is_open = False
+        self.on_gone: Callable[[Member], None] = _ignore
         self._state = state
         self._config = config
         self._clock = clock
@@ -181,6 +183,8 @@ class Driver:
             self._lose(member, str(error))
         finally:
             guard.cancel()
+            if self.is_open:
+                self.on_gone(member)
 
     async def _guard(self, member: Member, watcher: asyncio.Task[None] | None) -> None:
         """End ``watch`` when a reading does not come in time; wakes about once in ``reading_timeout_s``."""
@@ -256,6 +260,10 @@ class Driver:
             raise DeadlineExceededError(message) from error
         finally:
             self._barriers.pop(barrier, None)
+
+
+def _ignore(_member: Member) -> None:
+    """Do nothing."""
 
 
 def _settle(waiter: asyncio.Future[TurnResult], outcome: TurnResult | RoseError) -> None:

@@ -92,6 +92,7 @@ class RolloutPool:
         self._initial += [(engine, EngineKind.BORROWED) for engine in _check_engines("borrowed", borrowed)]
         self._state = PoolState(self.config, name=uuid.uuid4().hex[:8], seed=seed)
         self._driver = Driver(self._state, config=self.config, clock=self._clock, on_event=on_event)
+        self._driver.on_gone = self._try_again
         self._source: TransportSource | None = None
         self._sync = WeightSync(self._state, config=self.config, clock=self._clock, apply=self._driver.apply)
 
@@ -321,6 +322,23 @@ class RolloutPool:
         if not self._driver.is_open:
             message = "the pool is not open; use it inside 'async with RolloutPool(...) as pool:'"
             raise TurnFailedError(message)
+
+    def _try_again(self, member: Member) -> None:
+        """Ask a lost engine of the job's own now and then whether it is back."""
+        if member.kind is EngineKind.DEDICATED and self.config.rejoin_s is not None:
+            self._driver.spawn(self._rejoin(member, self.config.rejoin_s))
+
+    async def _rejoin(self, member: Member, pause_s: float) -> None:
+        members = self._state.engines.members
+        while members.get(member.engine_id) is member and member.state is EngineState.LOST:
+            await self._clock.sleep(pause_s)
+            pause_s = min(2 * pause_s, self.config.rejoin_max_s)
+            try:
+                await self._driver.read(member)
+                if members.get(member.engine_id) is member:
+                    await self.add_engine(member.engine, member.kind, lease_id=member.lease_id)
+            except Exception:  # noqa: BLE001 - the root of a task: the engine stays lost and is asked again
+                member = members.get(member.engine_id, member)
 
     async def _catch_up(self, member: Member) -> None:
         """Bring an engine that joined late to the weights of the last sync."""

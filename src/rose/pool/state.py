@@ -105,7 +105,7 @@ class PoolState:
             queued_s=now_s,
             affinity=known.last_engine,
             oldest=known.oldest,
-            num_known_tokens=known.num_tokens,
+            num_known_tokens=known.num_context_tokens,
             waiter=waiter,
         )
         self.live[number] = record
@@ -435,7 +435,7 @@ class PoolState:
             self._memory.note_finished(
                 record.turn.trajectory_id,
                 result.hops[-1].engine_id,
-                num_tokens=record.num_prompt_tokens,
+                num_context_tokens=record.num_prompt_tokens,
                 oldest=record.oldest_so_far,
             )
         if result.finish_reason is not FinishReason.ABORTED:

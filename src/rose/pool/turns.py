@@ -177,7 +177,7 @@ class TurnRecord:
         seed = None if sampling.seed is None else sampling.seed + done
         return EngineRequest(
             request_id=request_id,
-            prompt_ids=(*self.turn.prompt_ids, *self.token_ids),
+            prompt_ids=self.turn.prompt_ids + tuple(self.token_ids),
             sampling=attrs.evolve(sampling, max_tokens=left, seed=seed),
         )
 

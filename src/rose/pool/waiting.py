@@ -90,13 +90,13 @@ class Known:
     Attributes:
         last_engine: The engine of its last finished turn.
         num_turns: How many turns of it finished.
-        num_tokens: Prompt and answer of the last one, which its engine may have cached.
+        num_context_tokens: Prompt and answer of the last one, which its engine may have cached.
         oldest: The oldest version that made a token of it.
     """
 
     last_engine: EngineId | None = None
     num_turns: int = 0
-    num_tokens: int = 0
+    num_context_tokens: int = 0
     oldest: WeightVersion | None = None
 
 
@@ -125,14 +125,19 @@ class TrajectoryMemory:
         return self._trajectories.get(trajectory_id, _UNKNOWN)
 
     def note_finished(
-        self, trajectory_id: str, engine_id: EngineId, *, num_tokens: int = 0, oldest: WeightVersion | None = None
+        self,
+        trajectory_id: str,
+        engine_id: EngineId,
+        *,
+        num_context_tokens: int = 0,
+        oldest: WeightVersion | None = None,
     ) -> None:
         """Remember that a turn of the trajectory finished on ``engine_id``; see ``Known`` for the rest."""
         known = self._trajectories.setdefault(trajectory_id, Known())
         self._trajectories.move_to_end(trajectory_id)
         known.num_turns += 1
         known.last_engine = engine_id
-        known.num_tokens = num_tokens
+        known.num_context_tokens = num_context_tokens
         known.oldest = older(known.oldest, oldest)
         if len(self._trajectories) > self._max_entries:
             self._trajectories.popitem(last=False)

@@ -8,7 +8,7 @@ import attrs
 import pytest
 
 from rose.errors import DeadlineExceededError, StaleTrajectoryError, TurnFailedError, VersionUnavailableError
-from rose.pool import PoolConfig, ResumePolicy, RolloutPool, RoutingConfig
+from rose.pool import EngineState, EngineStateChanged, PoolConfig, ResumePolicy, RolloutPool, RoutingConfig
 from rose.testing import FakeEngine, Fault, FaultKind, ManualClock, fake_update
 from rose.types import (
     AtLeast,
@@ -322,3 +322,83 @@ class TestStatistics:
                 return pool.statistics()
 
         assert run(clock, work).reprefilled_tokens == {RouteReason.DEDICATED: 3 + 4}
+
+
+class TestRejoin:
+    """A lost engine of the job's own that answers again is stale until it has the weights."""
+
+    @staticmethod
+    def revive(fake: FakeEngine) -> None:
+        fake._lost_because, fake.weight_version = None, None
+
+    def test_an_engine_that_is_back_gets_the_weights_before_any_turn(self):
+        clock, events = ManualClock(), []
+        engines = [engine(clock, "a"), engine(clock, "b")]
+
+        async def work():
+            async with RolloutPool(engines, clock=clock, on_event=events.append) as pool:
+                await pool.sync_weights(Source(2))
+                engines[1].die()
+                await clock.sleep(8.0)
+                assert pool.state_of(EngineId("b")) is EngineState.LOST
+                self.revive(engines[1])
+                await clock.sleep(30.0)
+                assert pool.state_of(EngineId("b")) is EngineState.READY
+                assert engines[1].weight_version == v(2)
+                engines[1].die()
+                await clock.sleep(1.0)
+                self.revive(engines[1])
+                await clock.sleep(6.0)
+                assert pool.state_of(EngineId("b")) is EngineState.READY, "as often as it takes"
+
+        run(clock, work)
+        ways = [event.new for event in events if isinstance(event, EngineStateChanged) and event.engine_id == "b"]
+        back = [EngineState.JOINING, EngineState.STALE, EngineState.UPDATING, EngineState.READY]
+        assert ways[-10:] == [EngineState.LOST, *back, EngineState.LOST, *back]
+
+    def test_nobody_is_asked_who_left_was_replaced_or_is_borrowed(self):
+        clock = ManualClock()
+        engines = {name: engine(clock, name) for name in "abcd"}
+
+        async def work():
+            own = [engines[name] for name in "abd"]
+            async with RolloutPool(own, borrowed=[engines["c"]], clock=clock) as pool:
+                for name in "abc":
+                    engines[name].die()
+                await clock.sleep(1.0)
+                await pool.remove_engine(EngineId("a"), "test")
+                replacement = engine(clock, "b", seed=5)
+                await pool.add_engine(replacement)
+                for name in "abc":
+                    self.revive(engines[name])
+                await clock.sleep(200.0)
+                assert pool.state_of(EngineId("a")) is None
+                assert pool._state.engines.get(EngineId("b")).engine is replacement
+                assert pool.state_of(EngineId("c")) is EngineState.LOST
+
+        run(clock, work)
+
+    def test_it_can_be_turned_off_and_asks_less_and_less_often(self):
+        clock = ManualClock()
+
+        class Counted(FakeEngine):
+            num_asked = 0
+
+            async def snapshot(self):
+                self.num_asked += 1
+                return await super().snapshot()
+
+        lost = [Counted(engine_id=EngineId(name), clock=clock) for name in "ab"]
+
+        async def work(config, fake):
+            async with RolloutPool([engine(clock, "x"), fake], clock=clock, config=config) as pool:
+                fake.die()
+                await clock.sleep(1.0)
+                before = fake.num_asked
+                await clock.sleep(600.0)
+                assert pool.state_of(fake.engine_id) is EngineState.LOST
+                return fake.num_asked - before
+
+        asked = run(clock, lambda: work(PoolConfig(rejoin_s=5.0, rejoin_max_s=100.0), lost[0]))
+        assert asked == 9  # after 5, 10, 20, 40, 80 and then every 100 s
+        assert run(clock, lambda: work(PoolConfig(rejoin_s=None), lost[1])) == 0
