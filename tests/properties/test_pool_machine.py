@@ -1,7 +1,7 @@
 """The pool's sync core against a model of its shell, its engines and a slow trainer: any order of events keeps its invariants.
 
 Time is virtual. Engines join, leave, die, stall, evict, are lent until their lease ends and activate new versions; callers cancel and abort;
-a trainer that takes samples slowly holds new turns back. The normal run plays 100 histories of up to 60 events; for thousands, set
+a trainer that takes samples slowly holds new turns back. The normal run plays 100 histories of up to 80 events; for thousands, set
 ``ROSE_HISTORIES``:
 
     ROSE_HISTORIES=5000 pytest tests/properties/test_pool_machine.py
@@ -15,7 +15,7 @@ import os
 import attrs
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, multiple, rule
 
 from rose.errors import (
     EngineBusyError,
@@ -96,6 +96,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.request_ids: set[str] = set()
         self.num_joined = 0
         self.newest = 0
+        self.is_eager = True
         self.samples: SampleQueue[int] = SampleQueue(MAX_SAMPLES, 1)
         self.unread: list = []
 
@@ -107,7 +108,9 @@ class PoolMachine(RuleBasedStateMachine):
             match action:
                 case StartAttempt(attempt):
                     self.check_start(attempt)
-                    self.flights.append(Flight(attempt))
+                    self.flights.append(Flight(attempt, has_begun=self.is_eager))
+                    if self.is_eager:
+                        self.state.started(attempt)
                 case StopAttempt(attempt):
                     flight = next(flight for flight in self.flights if flight.attempt is attempt)
                     assert not flight.has_ended, "an attempt that ended by itself is not aborted"
@@ -137,7 +140,6 @@ class PoolMachine(RuleBasedStateMachine):
         context = record.max_context_tokens
         room = math.inf if context is None else context - len(request.prompt_ids)
         assert request.sampling.max_tokens == min(left, room) >= 1
-        assert not attempt.member.is_kept_free
         assert attempt.member.state is EngineState.READY
         assert is_admissible(record.turn.versions, attempt.member.version, self.state.engines.index.run)
         bound = record.turn.max_staleness
@@ -148,6 +150,18 @@ class PoolMachine(RuleBasedStateMachine):
         return found[index % len(found)] if found else None
 
     # Engines.
+
+    @initialize(
+        target=members,
+        kinds=st.lists(st.sampled_from(EngineKind), min_size=1, max_size=3),
+        is_eager=st.sampled_from([True, True, True, False]),
+    )
+    def begin_with_engines(self, kinds, is_eager):
+        """Most histories begin with engines that hold version 0 and shells that send requests at once."""
+        self.is_eager = is_eager
+        self.submit(name=0, max_tokens=6, versions=AnyVersion())
+        self.submit(name=1, max_tokens=6, versions=AnyVersion())
+        return multiple(*(self.join(kind=kind, version=0, context=None) for kind in kinds))
 
     @rule(
         target=members,
@@ -200,6 +214,12 @@ class PoolMachine(RuleBasedStateMachine):
         self.state.lifecycle.begin_update(member, WeightVersion("r", self.newest), self.now_s)
         self.apply()
 
+    @rule(member=members)
+    def sync(self, member):
+        """An engine takes the newest version in one go."""
+        self.begin_update(member)
+        self.end_update(member, works=True)
+
     @rule(member=members, works=st.booleans())
     def end_update(self, member, works):
         if member.state is not EngineState.UPDATING:
@@ -237,7 +257,7 @@ class PoolMachine(RuleBasedStateMachine):
         waits=st.sampled_from([True, True, False]),
         max_staleness=st.sampled_from([None, None, 0, 1]),
     )
-    def submit(self, name, max_tokens, versions, num_prompt, deadline_s, waits, max_staleness):
+    def submit(self, name, max_tokens, versions, *, num_prompt=4, deadline_s=None, waits=True, max_staleness=None):
         if len(self.unread) >= MAX_SAMPLES:
             return  # the producers wait for the trainer
         turn = Turn(
@@ -252,6 +272,12 @@ class PoolMachine(RuleBasedStateMachine):
         )
         self.records.append(self.state.submit(turn, None, self.now_s))
         self.apply()
+
+    @rule(names=st.lists(st.integers(0, 5), min_size=2, max_size=5), num_prompt=st.sampled_from([4, 4, 40]))
+    def submit_some(self, names, num_prompt):
+        """Turns that any engine may take, so that most of a history is not about turns that wait for good."""
+        for name in names:
+            self.submit(name=name, max_tokens=6, versions=AnyVersion(), num_prompt=num_prompt, max_staleness=1)
 
     @rule(index=st.integers(0, 99))
     def cancel(self, index):
@@ -278,6 +304,22 @@ class PoolMachine(RuleBasedStateMachine):
         if flight:
             flight.has_begun = True
             self.state.started(flight.attempt)
+
+    @rule(
+        index=st.integers(0, 99), num_tokens=st.integers(1, 2), finish=st.sampled_from([None, None, FinishReason.STOP])
+    )
+    def make_tokens(self, index, num_tokens, finish):
+        """What engines do most of the time."""
+        self.chunk(index, [1] * num_tokens, finish, has_label=True, has_logprobs=True)
+
+    @rule(indices=st.lists(st.integers(0, 99), min_size=1, max_size=4))
+    def finish_some(self, indices):
+        for index in indices:
+            self.chunk(index, [1], FinishReason.STOP, has_label=True, has_logprobs=True)
+
+    @rule(index=st.integers(0, 99))
+    def evict(self, index):
+        self.chunk(index, [], FinishReason.EVICTED, has_label=False, has_logprobs=True)
 
     @rule(
         index=st.integers(0, 99),
@@ -458,5 +500,5 @@ def activation(n):
 
 TestPoolMachine = PoolMachine.TestCase
 TestPoolMachine.settings = settings(
-    max_examples=NUM_HISTORIES, stateful_step_count=60, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=NUM_HISTORIES, stateful_step_count=80, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
