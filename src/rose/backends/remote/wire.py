@@ -112,9 +112,9 @@ def request_from_wire(data: Any) -> EngineRequest:
         raise RequestRefusedError(message) from error
 
 
-def chunk_to_wire(chunk: TokenChunk) -> dict[str, Any]:
-    """Return a chunk as plain data, without what is empty."""
-    data: dict[str, Any] = {"token_ids": chunk.token_ids}
+def chunk_to_wire(chunk: TokenChunk, at: int) -> dict[str, Any]:
+    """Return a chunk as plain data, without what is empty; ``at`` is how many tokens of the stream came before it."""
+    data: dict[str, Any] = {"token_ids": chunk.token_ids, "at": at}
     if chunk.logprobs:
         data["logprobs"] = chunk.logprobs
     if chunk.version is not None:
@@ -132,6 +132,22 @@ def chunk_from_wire(data: Mapping[str, Any]) -> TokenChunk:
         logprobs=tuple(data.get("logprobs", ())),
         version=version_from_wire(data.get("version")),
         finish_reason=None if reason is None else FinishReason(reason),
+    )
+
+
+def chunk_after(data: Mapping[str, Any], num_seen: int) -> TokenChunk:
+    """Return a chunk without the tokens that were in earlier ones, of which ``num_seen`` came.
+
+    Raises:
+        ValueError: Tokens between those and the chunk are missing.
+    """
+    chunk, at = chunk_from_wire(data), int(data.get("at", num_seen))
+    if at > num_seen:
+        message = f"the stream goes on at token {at} after {num_seen} tokens"
+        raise ValueError(message)
+    known = num_seen - at
+    return (
+        chunk if not known else attrs.evolve(chunk, token_ids=chunk.token_ids[known:], logprobs=chunk.logprobs[known:])
     )
 
 
