@@ -150,7 +150,8 @@ class Membership:
         version: The latest version that an engine acknowledged to this pool (or brought along as the first), or ``None``.
         has_synced: An engine acknowledged an activation to this pool.
         ended_loans_s: How long borrowed engines were here that left or were lost, the last few hundred.
-        num_serving: Engines that take turns, now or after the activation that they are in, by kind.
+        num_own_serving: Dedicated engines that take turns, now or after the activation that they are in.
+        num_lent_serving: Borrowed ones.
     """
 
     def __init__(self, config: PoolConfig, rng: Random) -> None:
@@ -159,7 +160,7 @@ class Membership:
         self.version: WeightVersion | None = None
         self.has_synced = False
         self.ended_loans_s: deque[float] = deque(maxlen=_MAX_LOANS)
-        self.num_serving = dict.fromkeys(EngineKind, 0)
+        self.num_own_serving = self.num_lent_serving = 0
         self._config = config
         self._rng = rng
         self._accounts: dict[EngineId, EngineAccount] = {}
@@ -222,7 +223,7 @@ class Membership:
         if self.members.get(member.engine_id) is member:
             del self.members[member.engine_id]
             self.index.drop(member.engine_id)
-            self.num_serving[member.kind] -= member.is_serving
+            self._count_serving(member, -member.is_serving)
             self._is_context_known = False
 
     def move(self, member: Member, state: EngineState) -> bool:
@@ -230,10 +231,16 @@ class Membership:
         if state not in _ALLOWED[member.state]:
             return False
         was_serving, member.state = member.is_serving, state
-        self.num_serving[member.kind] += member.is_serving - was_serving
+        self._count_serving(member, member.is_serving - was_serving)
         self._is_context_known = False
         self.refresh(member)
         return True
+
+    def _count_serving(self, member: Member, by: int) -> None:
+        if member.kind is EngineKind.DEDICATED:
+            self.num_own_serving += by
+        else:
+            self.num_lent_serving += by
 
     def note_reading(self, member: Member, reading: EngineSnapshot, now_s: float) -> None:
         """Take a newer reading of a member's load."""

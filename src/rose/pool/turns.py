@@ -13,7 +13,6 @@ Invariants:
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import TYPE_CHECKING, Any
 
@@ -135,7 +134,10 @@ class TurnRecord:
     @property
     def oldest_so_far(self) -> WeightVersion | None:
         """Return the oldest version of the trajectory's tokens, those of this turn included."""
-        return functools.reduce(older, (span.version for span in self.spans), self.oldest)
+        oldest = self.oldest
+        for span in self.spans:
+            oldest = older(oldest, span.version)
+        return oldest
 
     @property
     def versions(self) -> VersionConstraint:
@@ -227,11 +229,14 @@ class TurnRecord:
 
 def _check_logprobs(logprobs: tuple[float, ...]) -> None:
     """Refuse what is no log of a probability; a missing one must never be filled in."""
-    for value in logprobs:
-        try:
-            is_one = -math.inf < value <= 0
-        except TypeError:  # None, for instance
-            is_one = False
-        if not is_one:
-            message = f"a token came with a log-prob that is no log of a probability: {shown(value)}"
-            raise EngineError(message)
+    value: Any = None
+    try:
+        for value in logprobs:
+            if not -math.inf < value <= 0:
+                break
+        else:
+            return
+    except TypeError:
+        pass  # None, for instance
+    message = f"a token came with a log-prob that is no log of a probability: {shown(value)}"
+    raise EngineError(message)
