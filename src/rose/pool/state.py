@@ -219,9 +219,10 @@ class PoolState:
         if self._outage.look(now_s):
             self._set_outage_timer(self._waiting)
         self._relieve_starved(now_s)
-        while len(self._waiting) and self.engines.index.has_open_engine():
-            if not self._route_next(now_s):
-                break
+        self._route_all(now_s)
+        if (starved := self._starvation.record) is not None and not self._waiting.has(starved):
+            self._relieve_starved(now_s)  # it found room elsewhere, so its engine is open again
+            self._route_all(now_s)
         if len(self._waiting):
             self._starvation.look(self._waiting.heads(), now_s)
         actions, self._actions = self._actions, []
@@ -280,6 +281,11 @@ class PoolState:
                 error = failures.no_engine(record, self.engines.members.values(), self._config.no_engine_timeout_s)
                 self._fail_turn(record, error, now_s)
         self._set_outage_timer(self._waiting)
+
+    def _route_all(self, now_s: float) -> None:
+        while len(self._waiting) and self.engines.index.has_open_engine():
+            if not self._route_next(now_s):
+                break
 
     def _route_next(self, now_s: float) -> bool:
         """Move the first turn in the queue that need not wait; returns whether there was one."""

@@ -383,6 +383,27 @@ def test_a_large_turn_is_not_passed_for_ever_by_small_ones():
     assert 5.0 + 8.0 <= run(clock, work) <= 5.0 + 1.2 + 8.0 + 0.5
 
 
+def test_an_engine_is_open_again_at_once_when_the_large_turn_finds_room_elsewhere():
+    clock = ManualClock()
+    first, second = engine(clock, "a", kv_total_tokens=40, token_s=1.0), engine(clock, "b", kv_total_tokens=100)
+
+    async def work():
+        config = PoolConfig(starve_s=2.0, stall_s=60.0)
+        async with RolloutPool([first], clock=clock, config=config) as pool:
+            small = [asyncio.ensure_future(pool.generate(turn(f"s{i}", max_tokens=9))) for i in range(4)]
+            await clock.sleep(0.5)
+            large = asyncio.ensure_future(pool.generate(turn("large", prompt=(1,) * 30)))
+            await clock.sleep(2.0)
+            late = asyncio.ensure_future(pool.generate(turn("late", max_tokens=1, prompt=(1,))))
+            await clock.sleep(0.5)
+            assert [view.num_slots for view in pool.snapshot().engines] == [0]
+            await pool.add_engine(second)
+            assert [view.num_slots for view in pool.snapshot().engines] == [16, 16]
+            await asyncio.gather(large, late, *small)
+
+    run(clock, work)
+
+
 def test_evictions_lower_the_slots_of_their_engine_and_quiet_brings_them_back():
     clock = ManualClock()
     evicting = engine(clock, "a", Fault(kind=FaultKind.EVICT, after_tokens=5, request_index=3))
