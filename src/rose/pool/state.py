@@ -45,6 +45,7 @@ from rose.pool.lifecycle import Lifecycle
 from rose.pool.membership import Member, Membership
 from rose.pool.objections import Objections
 from rose.pool.outage import Outage
+from rose.pool.sources import TokenSource
 from rose.pool.starvation import Starvation
 from rose.pool.statistics import Recorder
 from rose.pool.turns import Attempt, TurnRecord
@@ -93,8 +94,8 @@ class PoolState:
 
     # What the caller of a turn does.
 
-    def submit(self, turn: Turn, waiter: Any, now_s: float) -> TurnRecord:
-        """Take a turn in."""
+    def submit(self, turn: Turn, waiter: Any, now_s: float, *, source: TokenSource | None = None) -> TurnRecord:
+        """Take a turn in. ``source`` gives its tokens, in place of the engines' own streams."""
         number = next(self._numbers)
         known = self._memory.known(turn.trajectory_id)
         record = TurnRecord(
@@ -107,6 +108,7 @@ class PoolState:
             oldest=known.oldest,
             num_known_tokens=known.num_context_tokens,
             waiter=waiter,
+            source=source,
         )
         self.live[number] = record
         if turn.deadline_s is not None:

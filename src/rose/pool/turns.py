@@ -41,6 +41,7 @@ from rose.types import (
 
 if TYPE_CHECKING:
     from rose.pool.membership import Member
+    from rose.pool.sources import TokenSource
 
 
 _FAILED = frozenset({HopEnd.LOST, HopEnd.REFUSED, HopEnd.STALLED})
@@ -77,7 +78,7 @@ class Attempt:
 
 @attrs.define(kw_only=True, eq=False)
 class TurnRecord:
-    """A turn that is in the pool's hands. ``waiter`` belongs to the caller of the state core.
+    """A turn that is in the pool's hands. ``waiter`` belongs to the caller of the state core, ``source`` to its shell.
 
     It ``is_suspect`` once an engine failed it with an error that says as much about the request as about the engine. ``oldest`` is the
     oldest version of the tokens that the trajectory had before; ``num_known_tokens`` how many tokens its engine has cached of them.
@@ -93,6 +94,7 @@ class TurnRecord:
     num_known_tokens: int = 0
     max_context_tokens: int | None = None
     waiter: Any = None
+    source: TokenSource | None = None
     token_ids: list[int] = attrs.field(factory=list)
     logprobs: list[float] = attrs.field(factory=list)
     spans: list[VersionSpan] = attrs.field(factory=list)

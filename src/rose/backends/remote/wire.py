@@ -7,8 +7,10 @@ a lease that is over, or with an outdated fencing token, is ``fenced``. A stream
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Mapping
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -33,6 +35,10 @@ _STATUS_OF = (
     (errors.ConfigError, 400),
     (errors.VersionConflictError, 409),
     (errors.EngineFencedError, 409),
+    (errors.VersionUnavailableError, 409),
+    (errors.StaleTrajectoryError, 409),
+    (errors.GroupDroppedError, 422),
+    (errors.NoEngineError, 503),
     (errors.LedgerError, 503),
     (errors.DeadlineExceededError, 504),
 )
@@ -46,6 +52,10 @@ _BY_STATUS: Mapping[int, type[RoseError]] = {
     503: EngineBusyError,
     504: EngineLostError,
 }
+
+
+compact = json.JSONEncoder(separators=(",", ":")).encode
+"""Plain data as JSON text without spaces."""
 
 
 def error_name(kind: type[RoseError]) -> str:
@@ -87,10 +97,44 @@ def error_from_wire(data: Any, status: int = 500) -> RoseError:
 
 def request_to_wire(request: EngineRequest) -> dict[str, Any]:
     """Return a request as plain data."""
+    return {**_without_prompt(request), "prompt_ids": list(request.prompt_ids)}
+
+
+class PreparedIds:
+    """JSON text of prompts that are about to be sent, so that it can be made while something else is waited for.
+
+    A text belongs to one tuple, not to what is equal to it, and is used once; the oldest go.
+    """
+
+    def __init__(self, max_prompts: int) -> None:
+        self._max_prompts = max_prompts
+        self._texts: OrderedDict[int, tuple[Sequence[int], str]] = OrderedDict()
+
+    def prepare(self, ids: Sequence[int]) -> None:
+        """Make the text."""
+        self._texts[id(ids)] = (ids, compact(ids))
+        if len(self._texts) > self._max_prompts:
+            self._texts.popitem(last=False)
+
+    def take(self, ids: Sequence[int]) -> str:
+        """Return the text, the prepared one if there is one."""
+        known = self._texts.pop(id(ids), None)
+        return known[1] if known is not None and known[0] is ids else compact(ids)
+
+
+PREPARED = PreparedIds(256)
+
+
+def request_to_json(request: EngineRequest) -> bytes:
+    """Return a request as JSON text; its prompt as prepared, if it was."""
+    rest = compact(_without_prompt(request))
+    return f'{rest[:-1]},"prompt_ids":{PREPARED.take(request.prompt_ids)}}}'.encode()
+
+
+def _without_prompt(request: EngineRequest) -> dict[str, Any]:
     return {
         "request_id": request.request_id,
-        "prompt_ids": list(request.prompt_ids),
-        "sampling": attrs.asdict(request.sampling, value_serializer=_lists),
+        "sampling": _fields_of(request.sampling),
         "priority": request.priority,
     }
 
@@ -112,9 +156,11 @@ def request_from_wire(data: Any) -> EngineRequest:
         raise RequestRefusedError(message) from error
 
 
-def chunk_to_wire(chunk: TokenChunk, at: int) -> dict[str, Any]:
-    """Return a chunk as plain data, without what is empty; ``at`` is how many tokens of the stream came before it."""
-    data: dict[str, Any] = {"token_ids": chunk.token_ids, "at": at}
+def chunk_to_wire(chunk: TokenChunk, at: int | None = None) -> dict[str, Any]:
+    """Return a chunk as plain data, without what is empty; ``at`` is how many tokens of the stream came before it, where that is told."""
+    data: dict[str, Any] = {"token_ids": chunk.token_ids}
+    if at is not None:
+        data["at"] = at
     if chunk.logprobs:
         data["logprobs"] = chunk.logprobs
     if chunk.version is not None:
@@ -176,8 +222,12 @@ def snapshot_from_wire(data: Mapping[str, Any], read_at_s: float) -> EngineSnaps
     )
 
 
-def _lists(_instance: object, _field: object, value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
+_SAMPLING = tuple(field.name for field in attrs.fields(Sampling))
+
+
+def _fields_of(sampling: Sampling) -> dict[str, Any]:
+    fields = {name: getattr(sampling, name) for name in _SAMPLING}
+    return fields | {"stop_token_ids": list(sampling.stop_token_ids)}
 
 
 def name_in(line: Mapping[str, Any]) -> str:
