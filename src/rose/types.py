@@ -130,7 +130,16 @@ class Sampling:
 
 @attrs.frozen(kw_only=True)
 class Turn:
-    """One turn of one trajectory: the exact token ids so far in, new token ids out."""
+    """One turn of one trajectory: the exact token ids so far in, new token ids out.
+
+    Attributes:
+        versions: Which weights may make its tokens.
+        waits_for_version: Wait until an engine holds such weights; otherwise the turn is refused at once
+            (``VersionUnavailableError``), to be asked again.
+        max_staleness: How many versions the pool may be ahead of the trajectory's oldest token for this turn to begin
+            (``StaleTrajectoryError`` beyond); ``None``: any number.
+        deadline_s: Seconds until the turn is given up; ``None``: never.
+    """
 
     trajectory_id: str = attrs.field(validator=checks.text())
     group_id: str = attrs.field(validator=checks.text())
@@ -139,6 +148,8 @@ class Turn:
     versions: VersionConstraint = attrs.field(
         factory=AnyVersion, validator=checks.instance(AnyVersion, AtLeast, Exactly)
     )
+    waits_for_version: bool = attrs.field(default=True, validator=checks.boolean())
+    max_staleness: int | None = attrs.field(default=None, validator=checks.optional(checks.integer(0)))
     deadline_s: float | None = attrs.field(default=None, validator=checks.optional(checks.number(above=0)))
 
 
@@ -221,7 +232,10 @@ class Hop:
 
 @attrs.frozen(kw_only=True)
 class TurnResult:
-    """A finished turn. ``token_ids`` never exceed the turn's ``max_tokens``, whatever the number of hops."""
+    """A finished turn. ``token_ids`` never exceed the turn's ``max_tokens``, whatever the number of hops.
+
+    A prompt that leaves no room in the context of any engine gives a result of length 0 without hops, ended as ``LENGTH``.
+    """
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -239,7 +253,10 @@ class EngineKind(enum.Enum):
 
 @attrs.frozen(kw_only=True)
 class EngineSnapshot:
-    """One reading of an engine's load. ``read_at_s`` is on the reader's clock; token counts are engine tokens."""
+    """One reading of an engine's load. ``read_at_s`` is on the reader's clock; token counts are engine tokens.
+
+    ``max_context_tokens`` is the longest prompt and answer together that its model takes, ``None`` when it does not say.
+    """
 
     num_running: int
     num_waiting: int
@@ -248,6 +265,7 @@ class EngineSnapshot:
     weight_version: WeightVersion | None
     is_paused: bool
     read_at_s: float
+    max_context_tokens: int | None = None
 
 
 @attrs.frozen(kw_only=True)

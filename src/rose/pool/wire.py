@@ -15,7 +15,7 @@ from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hin
 import attrs
 
 from rose.backends.remote.wire import error_from_wire, error_to_wire
-from rose.errors import RequestRefusedError, RoseError, TurnFailedError
+from rose.errors import RequestRefusedError, RoseError, TurnFailedError, VersionUnavailableError
 from rose.types import AnyVersion, AtLeast, Exactly, Hop, Sampling, Turn, TurnResult, VersionConstraint, WeightVersion
 
 T = TypeVar("T")
@@ -124,8 +124,10 @@ def other_fields(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def error_to_plain(error: RoseError) -> dict[str, Any]:
-    """Return an error as it crosses, with the hops of a turn that failed."""
+    """Return an error as it crosses, with the hops of a turn that failed and whether asking again helps; what it had made stays behind."""
     data = error_to_wire(error)
+    if isinstance(error, VersionUnavailableError):
+        data["is_retryable"] = error.is_retryable
     return {**data, "hops": to_plain(error.hops)} if isinstance(error, TurnFailedError) else data
 
 
@@ -133,7 +135,9 @@ def error_from_plain(data: Any, status: int = 500) -> RoseError:
     """Return the error that ``error_to_plain`` rendered; see ``error_from_wire``."""
     error = error_from_wire(data, status)
     if isinstance(error, TurnFailedError) and isinstance(data, Mapping):
-        return TurnFailedError(str(error), from_plain(tuple[Hop, ...], data.get("hops", ())))
+        error = type(error)(str(error), from_plain(tuple[Hop, ...], data.get("hops", ())))
+        if isinstance(error, VersionUnavailableError):
+            error.is_retryable = data.get("is_retryable") is True
     return error
 
 

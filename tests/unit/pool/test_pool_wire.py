@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 pytest.importorskip("aiohttp", reason="aiohttp is not installed: pip install 'rose-rl[http]'")
 
 from rose.backends.remote import wire as engine_wire
-from rose.errors import EngineBusyError, RequestRefusedError, TurnFailedError
+from rose.errors import EngineBusyError, RequestRefusedError, TurnFailedError, VersionUnavailableError
 from rose.pool import EngineAccount, PoolSnapshot, WaitReason, direct
 from rose.pool.sources import chunks_from
 from rose.pool.wire import (
@@ -126,6 +126,16 @@ def test_errors_keep_their_types_and_hops() -> None:
     assert isinstance(failed, TurnFailedError)
     assert failed.hops == (HOP,)
     assert type(error_from_plain(crossed(error_to_plain(EngineBusyError("later"))))) is EngineBusyError
+
+
+@pytest.mark.parametrize("is_retryable", [False, True])
+def test_a_missing_version_says_across_whether_to_ask_again(is_retryable: bool) -> None:  # noqa: FBT001 - a case
+    error = VersionUnavailableError("not there", (HOP,))
+    error.is_retryable = is_retryable
+    back = error_from_plain(crossed(error_to_plain(error)))
+    assert isinstance(back, VersionUnavailableError)
+    assert (back.is_retryable, back.hops, str(back)) == (is_retryable, (HOP,), "not there")
+    assert engine_wire.status_of(back) == 409
 
 
 @pytest.mark.parametrize(

@@ -112,13 +112,15 @@ class RemoteEngine(ServingEngine):
     async def _generate(self, request: EngineRequest) -> AsyncGenerator[TokenChunk, None]:
         self._check_found()
         lines = self._client.lines("/v1/generate", wire.request_to_json(request), headers=self._headers)
+        num_seen = 0
         try:
             async with contextlib.aclosing(lines):
                 async for line in lines:
                     if isinstance(line, Mapping) and "error" in line:
                         raise wire.error_from_wire(line)
                     with self._understood():
-                        chunk = wire.chunk_from_wire(line)
+                        chunk = wire.chunk_after(line, num_seen)
+                    num_seen += len(chunk.token_ids)
                     yield chunk
                     if chunk.finish_reason is not None:
                         return

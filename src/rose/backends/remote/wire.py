@@ -35,6 +35,10 @@ _STATUS_OF = (
     (errors.ConfigError, 400),
     (errors.VersionConflictError, 409),
     (errors.EngineFencedError, 409),
+    (errors.VersionUnavailableError, 409),
+    (errors.StaleTrajectoryError, 409),
+    (errors.GroupDroppedError, 422),
+    (errors.NoEngineError, 503),
     (errors.LedgerError, 503),
     (errors.DeadlineExceededError, 504),
 )
@@ -152,9 +156,11 @@ def request_from_wire(data: Any) -> EngineRequest:
         raise RequestRefusedError(message) from error
 
 
-def chunk_to_wire(chunk: TokenChunk) -> dict[str, Any]:
-    """Return a chunk as plain data, without what is empty."""
+def chunk_to_wire(chunk: TokenChunk, at: int | None = None) -> dict[str, Any]:
+    """Return a chunk as plain data, without what is empty; ``at`` is how many tokens of the stream came before it, where that is told."""
     data: dict[str, Any] = {"token_ids": chunk.token_ids}
+    if at is not None:
+        data["at"] = at
     if chunk.logprobs:
         data["logprobs"] = chunk.logprobs
     if chunk.version is not None:
@@ -175,6 +181,22 @@ def chunk_from_wire(data: Mapping[str, Any]) -> TokenChunk:
     )
 
 
+def chunk_after(data: Mapping[str, Any], num_seen: int) -> TokenChunk:
+    """Return a chunk without the tokens that were in earlier ones, of which ``num_seen`` came.
+
+    Raises:
+        ValueError: Tokens between those and the chunk are missing.
+    """
+    chunk, at = chunk_from_wire(data), int(data.get("at", num_seen))
+    if at > num_seen:
+        message = f"the stream goes on at token {at} after {num_seen} tokens"
+        raise ValueError(message)
+    known = num_seen - at
+    return (
+        chunk if not known else attrs.evolve(chunk, token_ids=chunk.token_ids[known:], logprobs=chunk.logprobs[known:])
+    )
+
+
 def version_from_wire(text: str | None) -> WeightVersion | None:
     """Return the version that a text names; ``None`` for none."""
     return None if text is None else WeightVersion.parse(text)
@@ -190,11 +212,13 @@ def snapshot_to_wire(snapshot: EngineSnapshot) -> dict[str, Any]:
 def snapshot_from_wire(data: Mapping[str, Any], read_at_s: float) -> EngineSnapshot:
     """Return the reading that ``snapshot_to_wire`` rendered, as of the reader's own time."""
     names = ("num_running", "num_waiting", "kv_used_tokens", "kv_total_tokens")
+    context = data.get("max_context_tokens")
     return EngineSnapshot(
         **{name: int(data[name]) for name in names},
         weight_version=version_from_wire(data["weight_version"]),
         is_paused=bool(data["is_paused"]),
         read_at_s=read_at_s,
+        max_context_tokens=None if context is None else int(context),
     )
 
 
