@@ -22,6 +22,10 @@ calling program, a wrong argument for instance, is a plain ``ValueError`` or ``T
     ├── LeaseError (RuntimeError)              a lease is unknown, expired, revoked, or carries an old fencing token
     ├── LedgerError (RuntimeError)             a ledger is missing, of another version, or torn for too long
     ├── TurnFailedError (RuntimeError)         a turn could not be finished; carries the hops that were tried
+    │   ├── VersionUnavailableError            no engine holds weights that the turn may run on; says whether to ask again
+    │   ├── StaleTrajectoryError               the trajectory's oldest token is too old for its bound; drop it
+    │   ├── GroupDroppedError                  turns of the group failed again and again; drop it
+    │   └── NoEngineError                      no engine could take a turn for too long
     ├── DeadlineExceededError (TimeoutError)   a wait ran over its ``timeout_s``
     ├── TrainerError (RuntimeError)            a trainer process failed
     ├── EnvironmentFailedError (RuntimeError)  an environment, or the process that runs it, failed
@@ -33,11 +37,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from rose.types import Hop
+    from rose.types import Hop, TurnResult
 
 
 class RoseError(Exception):
-    """Base class of every error that a run can meet; mistakes of the calling program are plain standard errors."""
+    """Base class of every error that a run can meet; mistakes of the calling program are plain standard errors.
+
+    Attributes:
+        partial: On an error that ended a turn: the tokens that the turn had by then, as an aborted result. ``None`` elsewhere.
+    """
+
+    partial: TurnResult | None = None
 
 
 class ConfigError(RoseError, ValueError):
@@ -122,6 +132,28 @@ class TurnFailedError(RoseError, RuntimeError):
     def __str__(self) -> str:
         """Return the message without the hops."""
         return str(self.args[0])
+
+
+class VersionUnavailableError(TurnFailedError):
+    """No engine holds weights that the turn may run on.
+
+    Attributes:
+        is_retryable: Whether the version may still come; false once every engine is past it.
+    """
+
+    is_retryable: bool = False
+
+
+class StaleTrajectoryError(TurnFailedError):
+    """The pool's weights are further from the trajectory's oldest token than the turn allows; only dropping it helps."""
+
+
+class GroupDroppedError(TurnFailedError):
+    """Turns of the group were refused again and again, so this one was not tried; the message has the last refusal."""
+
+
+class NoEngineError(TurnFailedError):
+    """No engine could take turns for ``PoolConfig.no_engine_timeout_s``; the message names the engines and their states."""
 
 
 class DeadlineExceededError(RoseError, TimeoutError):

@@ -68,6 +68,7 @@ class EngineView:
     """What the policy sees of one engine.
 
     ``num_in_flight`` counts requests that are being stopped as well; ``num_probing`` those that made no token yet;
+    ``num_slots`` bounds the turns in flight below the cap (``None``: the cap alone does);
     ``kv_total_tokens`` is ``None`` until the engine was read; ``kv_reserved_tokens`` is what the turns in flight may
     grow to; ``kv_used_fraction`` is the last reading and only breaks ties.
     """
@@ -78,6 +79,7 @@ class EngineView:
     version: WeightVersion | None = None
     circuit: Circuit = Circuit.CLOSED
     num_in_flight: int = 0
+    num_slots: int | None = None
     num_probing: int = 0
     kv_total_tokens: int | None = None
     kv_reserved_tokens: int = 0
@@ -126,6 +128,9 @@ _MOVED_REASON = {
 }
 
 
+_OUT = frozenset({EngineState.DRAINING, EngineState.FENCED, EngineState.LOST})
+"""States from which no engine comes back to the version that it had."""
+
 _KINDS = (EngineKind.DEDICATED, EngineKind.BORROWED)  # in the order in which they are preferred
 _ANY_SIZE: Sizes = (math.inf, math.inf)
 
@@ -153,7 +158,7 @@ class RoutingIndex:
     """The engines as the policy knows them, kept up to date view by view.
 
     Invariants: each ready engine is counted in one group; the open engines of all groups are ``_num_open``; ``_versions``
-    counts the engines that are not lost.
+    counts the engines that may yet take turns at the version they have.
 
     Attributes:
         run: The training run that version constraints refer to, or ``None``.
@@ -187,7 +192,7 @@ class RoutingIndex:
             self._count(view, -1)
 
     def _count(self, view: EngineView | None, by: int) -> None:
-        if view is not None and view.state is not EngineState.LOST:
+        if view is not None and view.state not in _OUT:
             self._versions[view.version] += by
             if not self._versions[view.version]:
                 del self._versions[view.version]
@@ -235,8 +240,12 @@ class RoutingIndex:
         return self._num_open > 0
 
     def is_out_of_reach(self, versions: VersionConstraint) -> bool:
-        """Tell whether the engines that are not lost have all moved past what ``versions`` asks for."""
+        """Tell whether the engines have all moved past what ``versions`` asks for."""
         return is_out_of_reach(versions, self._versions, self.run)
+
+    def is_held(self, versions: VersionConstraint) -> bool:
+        """Tell whether an engine holds what ``versions`` asks for, ready or not."""
+        return any(is_admissible(versions, version, self.run) for version in self._versions)
 
     def room(self, versions: VersionConstraint, *, is_dedicated_only: bool) -> Sizes:
         """Return the room that engines with an open slot have for a turn of these versions.
@@ -305,7 +314,8 @@ class RoutingIndex:
     def _has_slot(self, view: EngineView) -> bool:
         if view.circuit is Circuit.OPEN or (view.circuit is Circuit.HALF_OPEN and view.num_probing > 0):
             return False
-        return view.num_in_flight < self._config.cap_per_engine
+        cap = self._config.cap_per_engine
+        return view.num_in_flight < (cap if view.num_slots is None else min(cap, view.num_slots))
 
 
 def _kinds(*, is_dedicated_only: bool) -> tuple[EngineKind, ...]:

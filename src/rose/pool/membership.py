@@ -19,6 +19,7 @@ import attrs
 
 from rose.errors import EngineLostError
 from rose.interfaces import ServingEngine
+from rose.policies.concurrency import KvReading, SlotLimit
 from rose.policies.routing import Circuit, EngineState, EngineView, RoutingIndex
 from rose.pool.circuit import CircuitBreaker
 from rose.pool.config import PoolConfig
@@ -27,6 +28,7 @@ from rose.types import EngineId, EngineKind, EngineSnapshot, HopEnd, LeaseId, We
 
 _MAX_LOANS = 512
 _S = EngineState
+_SERVING = frozenset({_S.READY, _S.UPDATING})
 _ALLOWED: dict[EngineState, frozenset[EngineState]] = {
     _S.JOINING: frozenset({_S.STALE, _S.READY, _S.DRAINING, _S.LOST}),
     _S.STALE: frozenset({_S.READY, _S.UPDATING, _S.DRAINING, _S.FENCED, _S.LOST}),
@@ -67,6 +69,9 @@ class Member:
         asked_s: When it was asked for a reading that it has not given yet.
         joined_s: When it joined.
         lease_ends_s: When its lease ends unless it is renewed; ``None`` when the pool was not told.
+        slots: How many turns it may have in flight, as its KV memory tells.
+        is_kept_free: It takes no turn for the moment, so that a large one will find room on it.
+        why: What brought it into its state.
     """
 
     engine: ServingEngine
@@ -74,6 +79,7 @@ class Member:
     lease_id: LeaseId | None
     circuit: CircuitBreaker
     account: EngineAccount
+    slots: SlotLimit
     state: EngineState = EngineState.JOINING
     version: WeightVersion | None = None
     reading: EngineSnapshot | None = None
@@ -84,11 +90,35 @@ class Member:
     asked_s: float = math.inf
     joined_s: float = 0.0
     lease_ends_s: float | None = None
+    is_kept_free: bool = False
+    why: str = ""
+    _num_tokens_read: int = 0
 
     @property
     def engine_id(self) -> EngineId:
         """Return the engine's id."""
         return self.engine.engine_id
+
+    @property
+    def is_serving(self) -> bool:
+        """Return whether it takes turns, now or after the activation that it is in."""
+        return self.state in _SERVING
+
+    def note_reading(self, reading: EngineSnapshot, now_s: float) -> None:
+        """Take a newer reading; it may move the number of slots."""
+        self.reading = reading
+        num_tokens, self._num_tokens_read = self._num_tokens_read, self.account.num_tokens
+        seen = KvReading(
+            kv_used_fraction=self._kv_used_fraction(),
+            age_s=now_s - reading.read_at_s,
+            num_in_flight=len(self.held),
+            has_progress=self.account.num_tokens > num_tokens,
+        )
+        self.slots.read(seen, now_s)
+
+    def _kv_used_fraction(self) -> float:
+        reading = self.reading
+        return 0.0 if reading is None else reading.kv_used_tokens / max(1, reading.kv_total_tokens)
 
     def view(self) -> EngineView:
         """Return what the routing policy sees of this engine."""
@@ -103,10 +133,11 @@ class Member:
             version=self.version,
             circuit=self.circuit.state,
             num_in_flight=len(self.held),
+            num_slots=0 if self.is_kept_free else self.slots.num_slots,
             num_probing=probing,
             kv_total_tokens=None if reading is None else reading.kv_total_tokens,
             kv_reserved_tokens=self.kv_reserved_tokens,
-            kv_used_fraction=0.0 if reading is None else reading.kv_used_tokens / max(1, reading.kv_total_tokens),
+            kv_used_fraction=self._kv_used_fraction(),
         )
 
 
@@ -119,6 +150,8 @@ class Membership:
         version: The latest version that an engine acknowledged to this pool (or brought along as the first), or ``None``.
         has_synced: An engine acknowledged an activation to this pool.
         ended_loans_s: How long borrowed engines were here that left or were lost, the last few hundred.
+        num_own_serving: Dedicated engines that take turns, now or after the activation that they are in.
+        num_lent_serving: Borrowed ones.
     """
 
     def __init__(self, config: PoolConfig, rng: Random) -> None:
@@ -127,10 +160,24 @@ class Membership:
         self.version: WeightVersion | None = None
         self.has_synced = False
         self.ended_loans_s: deque[float] = deque(maxlen=_MAX_LOANS)
+        self.num_own_serving = self.num_lent_serving = 0
         self._config = config
         self._rng = rng
         self._accounts: dict[EngineId, EngineAccount] = {}
         self._freed: list[Member] = []
+        self._context_tokens: int | None = None
+        self._is_context_known = True
+
+    @property
+    def max_context_tokens(self) -> int | None:
+        """Return the longest context of the engines that are not lost; ``None`` when one of them may take any."""
+        if not self._is_context_known:
+            readings = [m.reading for m in self.members.values() if m.state is not EngineState.LOST]
+            limits = [reading.max_context_tokens for reading in readings if reading is not None]
+            known = [limit for limit in limits if limit is not None]
+            self._context_tokens = max(known) if known and len(known) == len(limits) else None
+            self._is_context_known = True
+        return self._context_tokens
 
     def get(self, engine_id: EngineId) -> Member:
         """Return a member.
@@ -165,7 +212,8 @@ class Membership:
             raise ValueError(message)
         account = self._accounts.setdefault(engine_id, EngineAccount(kind=kind))
         circuit = CircuitBreaker(self._config, self._rng)
-        member = Member(engine=engine, kind=kind, lease_id=lease_id, circuit=circuit, account=account)
+        slots = SlotLimit(self._config.concurrency, self._config.routing.cap_per_engine)
+        member = Member(engine=engine, kind=kind, lease_id=lease_id, circuit=circuit, account=account, slots=slots)
         self.members[engine_id] = member
         self.refresh(member)
         return member
@@ -175,14 +223,31 @@ class Membership:
         if self.members.get(member.engine_id) is member:
             del self.members[member.engine_id]
             self.index.drop(member.engine_id)
+            self._count_serving(member, -member.is_serving)
+            self._is_context_known = False
 
     def move(self, member: Member, state: EngineState) -> bool:
         """Change a member's state if its life cycle allows it; returns whether it changed."""
         if state not in _ALLOWED[member.state]:
             return False
-        member.state = state
+        was_serving, member.state = member.is_serving, state
+        self._count_serving(member, member.is_serving - was_serving)
+        self._is_context_known = False
         self.refresh(member)
         return True
+
+    def _count_serving(self, member: Member, by: int) -> None:
+        if member.kind is EngineKind.DEDICATED:
+            self.num_own_serving += by
+        else:
+            self.num_lent_serving += by
+
+    def note_reading(self, member: Member, reading: EngineSnapshot, now_s: float) -> None:
+        """Take a newer reading of a member's load."""
+        if member.reading is None or member.reading.max_context_tokens != reading.max_context_tokens:
+            self._is_context_known = False
+        member.note_reading(reading, now_s)
+        self.refresh(member)
 
     def acknowledge(self, member: Member, version: WeightVersion) -> None:
         """Note that the engine holds ``version``; the pool's own version and run follow and never go back within a run."""

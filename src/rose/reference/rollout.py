@@ -2,7 +2,8 @@
 
 Invariants: token ids are kept as the engine gave them and never made again from text; a token has a log-prob exactly when
 the policy made it; every request's seed follows from (run seed, label, group, trajectory, turn), so where and when a turn
-runs does not choose its tokens; a trajectory that cannot be finished comes back marked as failed, it never takes others along.
+runs does not choose its tokens; a trajectory that fills the context of the engines ends there with the turns it has; one that
+cannot be finished comes back marked as failed, it never takes others along.
 """
 
 from __future__ import annotations
@@ -148,6 +149,8 @@ async def _play_turn(context: RolloutContext, record: _Record) -> str:
     started_s, num_prompt_tokens = context.clock.now(), len(record.token_ids)
     result = await context.generate(_next_turn(context, record))
     _check(record.plan, result)
+    if not result.hops and result.finish_reason is FinishReason.LENGTH:
+        return await _truncate(context, record)
     record.add_answer(result)
     has_action = bool(result.token_ids) and result.token_ids[-1] in context.action_ids
     record.turns.append(
@@ -165,6 +168,13 @@ async def _play_turn(context: RolloutContext, record: _Record) -> str:
     record.reward += step.reward
     record.is_done = step.is_done
     return step.observation
+
+
+async def _truncate(context: RolloutContext, record: _Record) -> str:
+    """End a trajectory whose prompt has filled the context of every engine: what it has counts, its episode is given up."""
+    await _drop(context, record.plan)
+    record.is_done = True
+    return ""
 
 
 def _next_turn(context: RolloutContext, record: _Record) -> Turn:

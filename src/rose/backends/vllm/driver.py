@@ -172,6 +172,7 @@ class VllmDriver(ServingEngine):
             weight_version=self._version,
             is_paused=bool(load["is_paused"]) or self._is_asleep,
             read_at_s=self._clock.now(),
+            max_context_tokens=None if self._limits is None else self._limits.max_model_len,
         )
 
     async def pause(self, mode: PauseMode) -> None:
