@@ -22,6 +22,7 @@ from rose.checks import shown
 from rose.clocks import MonotonicClock
 from rose.errors import EngineError, TurnFailedError
 from rose.interfaces import Clock, ServingEngine, Transport
+from rose.policies.demand import Announcement, Announcements
 from rose.policies.routing import EngineState, EngineView, WaitReason
 from rose.pool.config import PoolConfig, WeightPull
 from rose.pool.driver import Driver
@@ -90,6 +91,7 @@ class RolloutPool:
         self._initial += [(engine, EngineKind.BORROWED) for engine in _check_engines("borrowed", borrowed)]
         self._state = PoolState(self.config, name=uuid.uuid4().hex[:8], seed=seed)
         self._driver = Driver(self._state, config=self.config, clock=self._clock, on_event=on_event)
+        self.announced = Announcements()
         self._source: TransportSource | None = None
         self._sync = WeightSync(self._state, config=self.config, clock=self._clock, apply=self._driver.apply)
 
@@ -148,6 +150,24 @@ class RolloutPool:
         if self._source is None or self._source.transport is not transport:
             self._source = TransportSource(transport)
         return self._source
+
+    def expect(self, num_trajectories: int, *, at_s: float | None = None) -> None:
+        """Announce demand, so that a ``Borrower`` of this pool has engines ready for it.
+
+        What is said for a time replaces what was said for that time and later. It is a peak, not a reservation: engines that get no turns
+        are given back all the same.
+
+        Args:
+            num_trajectories: How many trajectories begin then, about.
+            at_s: When, on the pool's clock; now unless given.
+
+        Raises:
+            ValueError: The number is negative.
+        """
+        if num_trajectories < 0:
+            message = f"num_trajectories must be >= 0, got {num_trajectories}"
+            raise ValueError(message)
+        self.announced.add(Announcement(num_trajectories, self._clock.now() if at_s is None else at_s))
 
     def snapshot(self) -> PoolSnapshot:
         """Read the pool's state now."""
