@@ -193,13 +193,14 @@ class LoanYield:
 
 _STALLED_OFTEN = 0.25
 _SLOW = 0.5
+_FAIR_TRIAL_S = 5.0
 
 
 def poor_loans(yields: Sequence[LoanYield | None]) -> list[bool]:
     """Tell which engines to ask for last, by what came of the last loan of each (``None``: it had none).
 
-    Those that were given turns and made no token, those whose turns stalled often (twice or more, and a quarter of all), and those that
-    were less than half as fast as the median of all.
+    Those that had turns for some seconds and made no token, those whose turns stalled often (twice or more, and a quarter of all), and
+    those that were less than half as fast as the median of all.
     """
     rates = sorted(each.tokens_per_s for each in yields if each is not None and each.num_tokens)
     typical = rates[len(rates) // 2] if rates else 0.0
@@ -208,6 +209,8 @@ def poor_loans(yields: Sequence[LoanYield | None]) -> list[bool]:
         if loan is None or not loan.num_attempts:
             return False
         is_stalling = loan.num_stalled > 1 and loan.num_stalled >= _STALLED_OFTEN * loan.num_attempts
-        return not loan.num_tokens or is_stalling or loan.tokens_per_s < _SLOW * typical
+        is_slow = loan.busy_s >= _FAIR_TRIAL_S and loan.tokens_per_s < _SLOW * typical
+        is_useless = loan.busy_s >= _FAIR_TRIAL_S and not loan.num_tokens
+        return is_useless or is_slow or is_stalling
 
     return [is_poor(loan) for loan in yields]

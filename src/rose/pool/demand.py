@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 
-from rose.policies.demand import DemandTracker, Load, LoanYield
+from rose.policies.demand import DemandTracker, Load
 from rose.policies.routing import EngineState, EngineView, WaitReason
 from rose.pool.loans import Loan
 from rose.pool.membership import EngineAccount
 from rose.pool.pool import PoolSnapshot, RolloutPool
-from rose.types import EngineId, EngineKind, HopEnd
+from rose.types import EngineId, EngineKind
 
 _READY_S = 5.0
 _NUM_READY = 8
@@ -54,14 +54,10 @@ class PoolDemand:
         return sorted((loan for loan in unused if not loan.is_leaving), key=lambda loan: loan.used_s)
 
     def _note(self, loan: Loan, view: EngineView, account: EngineAccount, now_s: float) -> None:
-        if not loan.is_ready and view.state is EngineState.READY:
-            loan.is_ready = True
+        is_ready = view.state is EngineState.READY
+        if is_ready and not loan.is_ready:
             self._ready_s.append(now_s - loan.asked_s)
-        if loan.start is None:
-            loan.start = account
-        before, loan.last = loan.last if loan.start is not account else None, _yield(account, loan.start)
-        if view.num_in_flight or (before is not None and loan.last.num_attempts > before.num_attempts):
-            loan.used_s = now_s
+        loan.note(account, now_s, is_ready=is_ready, has_turns=view.num_in_flight > 0)
 
     def _load(self, snapshot: PoolSnapshot, joined: dict[EngineId, Loan], num_held: int) -> Load:
         cap = self._pool.config.routing.cap_per_engine
@@ -77,13 +73,3 @@ class PoolDemand:
             num_used=len(used),
             num_held=num_held,
         )
-
-
-def _yield(account: EngineAccount, start: EngineAccount) -> LoanYield:
-    """Return what was added to an account."""
-    return LoanYield(
-        num_attempts=account.num_attempts - start.num_attempts,
-        num_stalled=account.num_ended[HopEnd.STALLED] - start.num_ended[HopEnd.STALLED],
-        num_tokens=account.num_tokens - start.num_tokens,
-        busy_s=account.busy_s - start.busy_s,
-    )

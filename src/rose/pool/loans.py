@@ -11,12 +11,13 @@ from rose.interfaces import ServingEngine
 from rose.policies.demand import LoanYield, poor_loans
 from rose.policies.lending import Lease
 from rose.pool.membership import EngineAccount
-from rose.types import DeviceId, LeaseId
+from rose.types import DeviceId, EngineKind, HopEnd, LeaseId
 
 EngineFactory = Callable[[DeviceId], ServingEngine | None]
 """Gives the rollout engine that waits on a device; ``None`` where the job has none."""
 Engines = Mapping[DeviceId, ServingEngine] | Mapping[DeviceId | tuple[DeviceId, ...], ServingEngine] | EngineFactory
 _MOST_BACKOFF = 64
+_NO_ACCOUNT = EngineAccount(kind=EngineKind.BORROWED)
 
 
 @attrs.define(eq=False)
@@ -32,7 +33,8 @@ class Loan:
         asked_s: When its devices were granted.
         used_s: When it was last seen with a turn; when it joined, as long as it had none.
         is_ready: It was seen ready for turns since it joined.
-        start: The pool's account of it when it joined.
+        account: The pool's account of it as last seen.
+        start: And before it joined.
         last: What came of its loan so far, or of the last one.
     """
 
@@ -46,7 +48,8 @@ class Loan:
     asked_s: float = 0.0
     used_s: float = 0.0
     is_ready: bool = False
-    start: EngineAccount | None = None
+    account: EngineAccount = _NO_ACCOUNT
+    start: EngineAccount = _NO_ACCOUNT
     last: LoanYield | None = None
 
     @property
@@ -73,7 +76,20 @@ class Loan:
     def join(self, now_s: float) -> None:
         """Note that its engine is in the pool."""
         self.is_joined, self.is_ready, self.used_s = True, False, now_s
-        self.num_failures, self.start = 0, None
+        self.num_failures, self.start = 0, self.account
+
+    def note(self, account: EngineAccount, now_s: float, *, is_ready: bool, has_turns: bool) -> None:
+        """Take in what the pool knows of it at a look."""
+        self.is_ready = self.is_ready or is_ready
+        if has_turns or account.num_attempts > self.account.num_attempts:
+            self.used_s = now_s
+        self.account, start = account, self.start
+        self.last = LoanYield(
+            num_attempts=account.num_attempts - start.num_attempts,
+            num_stalled=account.num_ended[HopEnd.STALLED] - start.num_ended[HopEnd.STALLED],
+            num_tokens=account.num_tokens - start.num_tokens,
+            busy_s=account.busy_s - start.busy_s,
+        )
 
     def fail(self, now_s: float, wait_s: float) -> None:
         """Note that it did not answer: it is left alone for ``wait_s``, twice as long each time."""
