@@ -1,7 +1,7 @@
 """How many borrowed engines a job wants now: what its turns need, ahead of the peaks that it announced or had before. Pure.
 
-A *phase* is a time in which the job has turns; it is over once there was none for ``idle_giveback_s``. So a loop whose steps follow
-each other closely has one long phase, and one that trains for longer between them a phase a step.
+A *phase* is a time in which the job has trajectories under way; it is over once there was none for ``idle_giveback_s``. So a loop whose
+steps follow each other closely has one long phase, and one that trains for longer between them a phase a step.
 
 Invariants:
 
@@ -9,7 +9,7 @@ Invariants:
 * As long as no phase was ever seen to its end nothing is known, and a phase that begins wants every engine there is; later ones want what
   the last few needed at their peaks. So do those that are about to begin, by announcement or by a regular pause, as long before as an
   engine takes to be ready.
-* Who has to ask for more asks at once for what it has used before: turns that a loop starts only once there are slots for them are not seen.
+* Who has to ask for more asks at once for what it has used before: trajectories that a loop starts only once there are slots are not seen.
 * A number here is a wish. Which engines are in use, and so are not given back whatever is wanted, the borrower knows.
 """
 
@@ -37,12 +37,14 @@ class DemandConfig:
         fill_fraction: More is wanted before this share of all slots is taken.
         num_phases: Of how many of the last phases the peaks and pauses are remembered.
         look_s: Between two looks at the pool.
+        env_s: A trajectory that had no turn for this long is taken to be over; until then its environment is at work.
     """
 
     idle_giveback_s: float = attrs.field(default=30.0, validator=checks.number(above=0))
     fill_fraction: float = attrs.field(default=0.8, validator=checks.number(above=0, at_most=1))
     num_phases: int = attrs.field(default=4, validator=checks.integer(1))
     look_s: float = attrs.field(default=1.0, validator=checks.number(above=0))
+    env_s: float = attrs.field(default=10.0, validator=checks.number(at_least=0))
 
 
 @attrs.frozen(kw_only=True)
@@ -50,22 +52,22 @@ class Load:
     """A pool's load at one look.
 
     Attributes:
-        num_turns: Turns that it has in hand, the waiting ones included.
+        num_trajectories: Trajectories under way; each has one turn at a time, waits with it, or for its environment.
         num_own_slots: How many turns the job's own engines take at a time.
         num_slots: And one borrowed engine.
         num_used: Borrowed engines that have turns.
         num_held: Borrowed engines whose devices the job holds.
     """
 
-    num_turns: int
+    num_trajectories: int
     num_own_slots: float
     num_slots: float
     num_used: int = 0
     num_held: int = 0
 
-    def needed(self, num_turns: float, fill_fraction: float) -> float:
-        """Return how many borrowed engines ``num_turns`` turns at a time need."""
-        lacking = num_turns / fill_fraction - self.num_own_slots
+    def needed(self, num_trajectories: float, fill_fraction: float) -> float:
+        """Return how many borrowed engines ``num_trajectories`` at a time need."""
+        lacking = num_trajectories / fill_fraction - self.num_own_slots
         return math.inf if math.isinf(lacking) else float(max(0, math.ceil(lacking / self.num_slots - _EPSILON)))
 
 
@@ -95,10 +97,9 @@ class Announcements:
 
 @attrs.define(kw_only=True)
 class _Phase:
-    """A phase: when it began, its last turn, the most engines that it needed or used."""
+    """A phase: when it was last seen at work, the most engines that it needed or used."""
 
-    begun_s: float
-    last_turn_s: float
+    last_s: float
     peak: float = 0.0
 
 
@@ -116,30 +117,30 @@ class DemandTracker:
         self._pauses_s: deque[float] = deque(maxlen=self.config.num_phases)
 
     def begin(self, now_s: float) -> None:
-        """Note that the job is about to have turns, as it does when it begins to borrow."""
+        """Note that the job is about to have trajectories, as it does when it begins to borrow."""
         self._begun_s = now_s
 
     def note(self, load: Load, now_s: float) -> None:
         """Take in a look."""
         phase, hold_s = self._phase, self.config.idle_giveback_s
-        if phase is not None and now_s - phase.last_turn_s >= hold_s:
+        if phase is not None and now_s - phase.last_s >= hold_s:
             self._peaks.append(phase.peak)
-            self._ended_s = phase.last_turn_s
+            self._ended_s = phase.last_s
             phase = self._phase = None
-        needed = load.needed(load.num_turns, self.config.fill_fraction)
+        needed = load.needed(load.num_trajectories, self.config.fill_fraction)
         while self._recent and self._recent[-1][1] <= needed:
             self._recent.pop()
         self._recent.append((now_s, needed))
         while self._recent[0][0] < now_s - hold_s:
             self._recent.popleft()
-        if not load.num_turns:
+        if not load.num_trajectories:
             return
         if phase is None:
             if self._ended_s is not None:
                 self._pauses_s.append(now_s - self._ended_s)
-            phase = self._phase = _Phase(begun_s=now_s, last_turn_s=now_s)
+            phase = self._phase = _Phase(last_s=now_s)
             self.begin(now_s)
-        phase.last_turn_s = now_s
+        phase.last_s = now_s
         phase.peak = max(phase.peak, needed, load.num_used)
 
     def wanted(

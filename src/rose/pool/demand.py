@@ -28,6 +28,7 @@ class PoolDemand:
     def __init__(self, pool: RolloutPool, tracker: DemandTracker) -> None:
         self._pool = pool
         self._tracker = tracker
+        self._seen_s: dict[str, float] = {}
         self._ready_s: deque[float] = deque([_READY_S], maxlen=_NUM_READY)
 
     def begin(self, now_s: float) -> None:
@@ -42,7 +43,7 @@ class PoolDemand:
         for engine_id, loan in joined.items():
             if engine_id in views:
                 self._note(loan, views[engine_id], accounts[engine_id], now_s)
-        load = self._load(snapshot, joined, num_held)
+        load = self._load(snapshot, joined, num_held, self._num_under_way(now_s))
         self._tracker.note(load, now_s)
         ready_s, announced = max(self._ready_s), self._pool.announced
         return self._tracker.wanted(load, now_s, ready_s=ready_s, announced=announced)
@@ -59,14 +60,21 @@ class PoolDemand:
             self._ready_s.append(now_s - loan.asked_s)
         loan.note(account, now_s, is_ready=is_ready, has_turns=view.num_in_flight > 0)
 
-    def _load(self, snapshot: PoolSnapshot, joined: dict[EngineId, Loan], num_held: int) -> Load:
+    def _num_under_way(self, now_s: float) -> int:
+        """Return how many trajectories have a turn, or had one so lately that their environment may be at work."""
+        since_s = now_s - self._tracker.config.env_s
+        self._seen_s.update(dict.fromkeys(self._pool.live_trajectories(), now_s))
+        self._seen_s = {name: seen_s for name, seen_s in self._seen_s.items() if seen_s >= since_s}
+        return len(self._seen_s)
+
+    def _load(self, snapshot: PoolSnapshot, joined: dict[EngineId, Loan], num_held: int, num_under_way: int) -> Load:
         cap = self._pool.config.routing.cap_per_engine
         own = [v for v in snapshot.engines if v.kind is EngineKind.DEDICATED and v.state in _WORKING]
         lent = [v for v in snapshot.engines if v.engine_id in joined]
         used = [view.num_in_flight for view in lent if view.num_in_flight]
         is_full = any(snapshot.waiting.get(reason) for reason in (WaitReason.SLOTS, WaitReason.KV))
         return Load(
-            num_turns=snapshot.num_live_turns,
+            num_trajectories=num_under_way,
             # what engines hold that take no more is what they can take: memory may be short before slots are
             num_own_slots=sum(view.num_in_flight for view in own) if is_full else cap * len(own),
             num_slots=max(1.0, sum(used) / len(used)) if is_full and used else cap,

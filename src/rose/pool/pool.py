@@ -180,6 +180,10 @@ class RolloutPool:
             version=self._state.engines.version,
         )
 
+    def live_trajectories(self) -> set[str]:
+        """Return the trajectories that have a turn in the pool's hands."""
+        return {record.turn.trajectory_id for record in self._state.live.values()}
+
     def state_of(self, engine_id: EngineId) -> EngineState | None:
         """Return an engine's state, ``None`` when it is not in the pool."""
         member = self._state.engines.members.get(engine_id)

@@ -27,7 +27,7 @@ SLOTS = 16
 
 def load(num_turns: int, *, num_used: int = 0, num_held: int = 0, num_own: int = 4) -> Load:
     return Load(
-        num_turns=num_turns, num_own_slots=num_own * SLOTS, num_slots=SLOTS, num_used=num_used, num_held=num_held
+        num_trajectories=num_turns, num_own_slots=num_own * SLOTS, num_slots=SLOTS, num_used=num_used, num_held=num_held
     )
 
 

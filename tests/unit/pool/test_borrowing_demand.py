@@ -15,12 +15,13 @@ from rose.coserving.lender import LeaseChange, Lender
 from rose.policies.demand import DemandConfig, DemandTracker
 from rose.policies.lending import LendingConfig
 from rose.pool import Borrower, PoolConfig, RolloutPool, RoutingConfig
-from rose.testing import Fault, FakeEngine, FaultKind, ManualClock
+from rose.testing import FakeEngine, Fault, FaultKind, ManualClock
 from rose.types import DeviceId, EngineId, JobId, Sampling, Turn, WeightVersion
 
 JOB, OTHER = JobId("job"), JobId("other")
 HOLD_S = 20.0
 NUM_SLOTS = 4
+FOLLOW = DemandConfig(idle_giveback_s=HOLD_S, env_s=0.0)
 
 
 @attrs.define
@@ -50,7 +51,7 @@ class Site:
     @contextlib.asynccontextmanager
     async def borrowing(self, engines=None, **options) -> AsyncIterator[RolloutPool]:
         config = PoolConfig(routing=RoutingConfig(cap_per_engine=NUM_SLOTS))
-        options = {"demand": DemandConfig(idle_giveback_s=HOLD_S), **options}
+        options = {"demand": FOLLOW, **options}
         async with RolloutPool([self.engine("own")], clock=self.clock, config=config) as pool:
             chosen = self.engines if engines is None else engines
             async with Borrower(self.lender, pool, chosen, job=JOB, clock=self.clock, **options) as borrower:
@@ -195,7 +196,7 @@ def test_engines_that_made_nothing_are_asked_for_last(site):
     stuck.faults = [Fault(kind=FaultKind.STALL, at_s=0.0)]
 
     async def work():
-        async with site.borrowing(demand=DemandTracker(DemandConfig(idle_giveback_s=HOLD_S))) as pool:
+        async with site.borrowing(demand=DemandTracker(FOLLOW)) as pool:
             await asyncio.gather(*turns(pool, 16))
             assert stuck.requests
             await site.clock.sleep(2 * HOLD_S)
