@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
@@ -27,8 +28,10 @@ from rose.testing import FakeEngine
 from rose.types import DeviceId, EngineId, JobId, Sampling, Turn
 
 NUM_SLOTS = 4
-DURATION_S = 1000.0
+DURATION_S = 600.0
 TURN_TOKENS, TOKEN_S = 2, 10.0
+NUM_EXAMPLES = int(os.environ.get("ROSE_LENDER_EXAMPLES", "12"))
+"""Histories of each property; more by the variable ``ROSE_LENDER_EXAMPLES``."""
 MIN_HOLD_S, GRACE_S, ASK_AGAIN_S, LOOK_S, TICK_S, IDLE_S = 20.0, 3.0, 5.0, 1.0, 1.0, 10.0
 TAKE_BACK_S = LOOK_S + MIN_HOLD_S + TICK_S + GRACE_S + ASK_AGAIN_S
 """From a job's need until it has its share of devices that others hold: what the documentation promises."""
@@ -129,7 +132,7 @@ class Site:
     async def working(self, name: str, demand: Demand) -> AsyncIterator[Job]:
         engines = {device: self.engine(f"{name}@{device}") for device in self.devices}
         config = PoolConfig(routing=RoutingConfig(cap_per_engine=NUM_SLOTS), stall_s=1e6)
-        follow = DemandConfig(idle_giveback_s=IDLE_S, look_s=LOOK_S, env_s=0.0)
+        follow = DemandConfig(fill_fraction=0.8, idle_giveback_s=IDLE_S, look_s=LOOK_S, env_s=0.0)
         async with (
             RolloutPool([self.engine(f"{name}-own")], clock=self.clock, config=config) as pool,
             Borrower(
@@ -252,16 +255,16 @@ def test_what_a_job_does_not_use_others_get_within_the_stated_time() -> None:
 def test_jobs_whose_demands_swing_against_each_other_use_what_one_alone_would_leave() -> None:
     """DAPO's swing: each job wants much for a third of the time, little otherwise."""
     demands = {name: swing(2, 40, 300.0, 1 / 3, 100.0 * i) for i, name in enumerate("abc")}
-    site = simulated(8, demands, 1800.0, warm_up_s=300.0)
-    alone = simulated(8, {"a": demands["a"]}, 1800.0, warm_up_s=300.0)
+    site = simulated(8, demands, 1200.0, warm_up_s=300.0)
+    alone = simulated(8, {"a": demands["a"]}, 1200.0, warm_up_s=300.0)
     total_s = sum(site.device_s.values())
     for name in "abc":
         assert site.device_s[name] / total_s == pytest.approx(1 / 3, rel=0.05)
-    assert alone.device_s["a"] < 0.55 * 8 * 1500.0, "it gives back what it does not use"
+    assert alone.device_s["a"] < 0.55 * 8 * 900.0, "it gives back what it does not use"
     assert site.jobs["a"].num_done > 0.8 * alone.jobs["a"].num_done, "and gets it back although others want it too"
 
 
-SCHEDULES = st.lists(st.tuples(st.integers(10, 60), st.integers(0, 40)), min_size=1, max_size=5)
+SCHEDULES = st.lists(st.tuples(st.integers(10, 40), st.integers(0, 30)), min_size=1, max_size=4)
 
 
 def scheduled(steps: Sequence[tuple[int, int]]) -> Demand:
@@ -279,18 +282,18 @@ def scheduled(steps: Sequence[tuple[int, int]]) -> Demand:
     st.integers(1, 6),
     st.lists(st.tuples(SCHEDULES, st.sampled_from([0.5, 1.0, 3.0])), min_size=2, max_size=3),
 )
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=NUM_EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_whatever_jobs_want_devices_are_held_once_and_nothing_is_lost(num_devices, jobs) -> None:
     demands = {name: scheduled(steps) for name, (steps, _) in zip("abc", jobs, strict=False)}
     weights = {name: weight for name, (_, weight) in zip("abc", jobs, strict=False)}
-    site = simulated(num_devices, demands, 350.0, weights=weights)
+    site = simulated(num_devices, demands, 200.0, weights=weights)
     for job in site.jobs.values():
         assert job.num_done == job.num_started, "every turn came to its end"
     assert not any(site.held.values())
 
 
 @given(st.integers(2, 9), st.lists(st.sampled_from([1.0, 2.0, 3.0]), min_size=2, max_size=3))
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=max(2, NUM_EXAMPLES // 6), deadline=None)
 def test_shares_are_by_weight_for_any_weights(num_devices: int, weights: list[float]) -> None:
     terms = dict(zip("abc", weights, strict=False))
     many = NUM_SLOTS * (num_devices + 2)

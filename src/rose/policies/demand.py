@@ -34,14 +34,14 @@ class DemandConfig:
 
     Attributes:
         idle_giveback_s: An engine that was not used for this long, and is not needed, is given back.
-        fill_fraction: More is wanted before this share of all slots is taken.
+        fill_fraction: Share of all slots that is to be taken; an engine that is less full is faster for each turn.
         num_phases: Of how many of the last phases the peaks and pauses are remembered.
         look_s: Between two looks at the pool.
         env_s: A trajectory that had no turn for this long is taken to be over; until then its environment is at work.
     """
 
     idle_giveback_s: float = attrs.field(default=30.0, validator=checks.number(above=0))
-    fill_fraction: float = attrs.field(default=0.8, validator=checks.number(above=0, at_most=1))
+    fill_fraction: float = attrs.field(default=0.6, validator=checks.number(above=0, at_most=1))
     num_phases: int = attrs.field(default=4, validator=checks.integer(1))
     look_s: float = attrs.field(default=1.0, validator=checks.number(above=0))
     env_s: float = attrs.field(default=10.0, validator=checks.number(at_least=0))

@@ -310,7 +310,8 @@ def plan_recalls(
 ) -> tuple[Lease, ...]:
     """Return the leases to ask back, so that who waits gets nearer to its share.
 
-    Taken from the job that is furthest above its share, the lease that it got last; what is free or comes back anyway counts first.
+    Taken from the job that is furthest above its share, the lease that it got last; what is free or comes back anyway counts first. For
+    an engine over several devices all that it lacks is asked back, or nothing.
     """
     coming = [use for use in devices if use.lease is not None and use.lease.is_revoking] + lendable(config, devices)
     kept = [use for use in devices if use.lease is not None and not use.lease.is_revoking]
@@ -321,28 +322,36 @@ def plan_recalls(
         needed = math.floor(lacking + _EPSILON)
         if _is_behind(config, deficits.get(wish.job, 0.0)):
             needed = math.ceil(lacking - _EPSILON) if abs(lacking) > _EPSILON else 1
-        for _ in range(min(wish.num_devices, needed)):
-            use = next((use for use in coming if wish.fits(use)), None)
-            if use is not None:
-                coming.remove(use)
-                held[wish.job] += 1
-                continue
-            is_extra = lacking <= _EPSILON
+            needed = max(needed, wish.num_devices) if wish.is_whole else needed
+        if wish.is_whole and needed < wish.num_devices:
+            continue
+        arriving = list(itertools.islice(filter(wish.fits, coming), min(wish.num_devices, needed)))
+        left = Counter(held)
+        left[wish.job] += len(arriving)
+        taken: list[DeviceUse] = []
+        while len(arriving) + len(taken) < min(wish.num_devices, needed):
+            is_extra = shares.get(wish.job, 0.0) - left[wish.job] <= _EPSILON
             ahead = [
                 use
                 for use in kept
                 if use.lease is not None
+                and use not in taken
                 and wish.fits(use)
                 and now_s - use.lease.granted_s >= config.min_hold_s
                 and _may_give(use.lease.job, wish.job, deficits, is_extra=is_extra)
             ]
-            found = _most_above(ahead, held, shares, _EPSILON - is_extra)
+            found = _most_above(ahead, left, shares, _EPSILON - is_extra)
             if found is None or found.lease is None:
                 break
-            kept.remove(found)
-            held[found.lease.job] -= 1
-            held[wish.job] += 1
-            recalled.append(found.lease)
+            left[found.lease.job] -= 1
+            left[wish.job] += 1
+            taken.append(found)
+        if wish.is_whole and len(arriving) + len(taken) < wish.num_devices:
+            continue  # a part would help nobody and cost another job an engine
+        held = left
+        coming = [use for use in coming if use not in arriving]
+        kept = [use for use in kept if use not in taken]
+        recalled += [use.lease for use in taken if use.lease is not None]
     return tuple(recalled)
 
 

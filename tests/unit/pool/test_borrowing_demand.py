@@ -21,7 +21,7 @@ from rose.types import DeviceId, EngineId, JobId, Sampling, Turn, WeightVersion
 JOB, OTHER = JobId("job"), JobId("other")
 HOLD_S = 20.0
 NUM_SLOTS = 4
-FOLLOW = DemandConfig(idle_giveback_s=HOLD_S, env_s=0.0)
+FOLLOW = DemandConfig(fill_fraction=0.8, idle_giveback_s=HOLD_S, env_s=0.0)
 
 
 @attrs.define
