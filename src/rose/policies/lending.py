@@ -325,11 +325,12 @@ def plan_recalls(
             needed = max(needed, wish.num_devices) if wish.is_whole else needed
         if wish.is_whole and needed < wish.num_devices:
             continue
-        arriving = list(itertools.islice(filter(wish.fits, coming), min(wish.num_devices, needed)))
+        needed = max(0, min(wish.num_devices, needed))
+        arriving = list(itertools.islice(filter(wish.fits, coming), needed))
         left = Counter(held)
         left[wish.job] += len(arriving)
         taken: list[DeviceUse] = []
-        while len(arriving) + len(taken) < min(wish.num_devices, needed):
+        while len(arriving) + len(taken) < needed:
             is_extra = shares.get(wish.job, 0.0) - left[wish.job] <= _EPSILON
             ahead = [
                 use
