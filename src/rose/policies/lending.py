@@ -19,10 +19,7 @@ import attrs
 from attrs import validators as v
 
 from rose import checks
-from rose.policies.fair_shares import fair_shares
 from rose.types import DeviceId, JobId, LeaseId
-
-_EPSILON = 1e-9
 
 
 @attrs.frozen(kw_only=True)
@@ -213,7 +210,7 @@ def _fill(
 ) -> list[tuple[int, DeviceUse]]:
     """Give out free devices, each time to the poorest ask that can use one; returns (number of the ask, device)."""
     held = Counter(held_before)
-    extra = {job: int(_is_behind(config, deficit_s)) for job, deficit_s in deficits.items()}
+    extra = {job: int(is_behind(config, deficit_s)) for job, deficit_s in deficits.items()}
     by_tenant: Counter[str] = Counter()
     for job in {*held, *extra}:
         by_tenant[config.tenant_of(job)] += held[job] - extra.get(job, 0)
@@ -250,7 +247,7 @@ def _fill(
     return chosen
 
 
-def _is_behind(config: LendingConfig, deficit_s: float) -> bool:
+def is_behind(config: LendingConfig, deficit_s: float) -> bool:
     """Tell whether a job is behind its share by so much that others make up for it."""
     return 0 < config.min_hold_s <= deficit_s
 
@@ -278,98 +275,3 @@ def _lease(config: LendingConfig, use: DeviceUse, ask: Ask, now_s: float) -> Lea
 def plan_expiry(devices: Sequence[DeviceUse], now_s: float) -> tuple[Lease, ...]:
     """Return the leases whose time is over."""
     return tuple(use.lease for use in devices if use.lease is not None and now_s >= use.lease.expires_s)
-
-
-def plan_shares(config: LendingConfig, devices: Sequence[DeviceUse], wishes: Sequence[Ask]) -> dict[JobId, float]:
-    """Return the fair share of each job that holds or wants devices, in devices."""
-    free = lendable(config, devices)
-    lent = [(use.lease.job, use) for use in devices if use.lease is not None]
-    demands = Counter(job for job, _ in lent)
-    for wish in wishes:
-        others = [use for job, use in lent if job != wish.job]
-        num_fit = sum(wish.fits(use) for use in (*free, *others))
-        demands[wish.job] += min(wish.num_devices, num_fit)
-    wanted = {job: min(demand, config.quota_of(job)) for job, demand in demands.items()}
-    tenants = {job: config.tenant_of(job) for job in wanted}
-    return fair_shares(
-        wanted,
-        {job: config.terms_of(job).weight for job in wanted},
-        tenants,
-        {tenant: config.tenant_weight(tenant) for tenant in tenants.values()},
-        len(lent) + len(free),
-    )
-
-
-def plan_recalls(
-    config: LendingConfig,
-    devices: Sequence[DeviceUse],
-    wishes: Sequence[Ask],
-    shares: Mapping[JobId, float],
-    deficits: Mapping[JobId, float],
-    now_s: float,
-) -> tuple[Lease, ...]:
-    """Return the leases to ask back, so that who waits gets nearer to its share.
-
-    Taken from the job that is furthest above its share, the lease that it got last; what is free or comes back anyway counts first. For
-    an engine over several devices all that it lacks is asked back, or nothing.
-    """
-    coming = [use for use in devices if use.lease is not None and use.lease.is_revoking] + lendable(config, devices)
-    kept = [use for use in devices if use.lease is not None and not use.lease.is_revoking]
-    held = Counter(use.lease.job for use in kept if use.lease is not None)
-    recalled: list[Lease] = []
-    for wish in sorted(wishes, key=lambda wish: (-deficits.get(wish.job, 0.0), wish.job)):
-        lacking = shares.get(wish.job, 0.0) - held[wish.job]
-        needed = math.floor(lacking + _EPSILON)
-        if _is_behind(config, deficits.get(wish.job, 0.0)):
-            needed = math.ceil(lacking - _EPSILON) if abs(lacking) > _EPSILON else 1
-            needed = max(needed, wish.num_devices) if wish.is_whole else needed
-        if wish.is_whole and needed < wish.num_devices:
-            continue
-        needed = max(0, min(wish.num_devices, needed))
-        arriving = list(itertools.islice(filter(wish.fits, coming), needed))
-        left = Counter(held)
-        left[wish.job] += len(arriving)
-        taken: list[DeviceUse] = []
-        while len(arriving) + len(taken) < needed:
-            is_extra = shares.get(wish.job, 0.0) - left[wish.job] <= _EPSILON
-            ahead = [
-                use
-                for use in kept
-                if use.lease is not None
-                and use not in taken
-                and wish.fits(use)
-                and now_s - use.lease.granted_s >= config.min_hold_s
-                and _may_give(use.lease.job, wish.job, deficits, is_extra=is_extra)
-            ]
-            found = _most_above(ahead, left, shares, _EPSILON - is_extra)
-            if found is None or found.lease is None:
-                break
-            left[found.lease.job] -= 1
-            left[wish.job] += 1
-            taken.append(found)
-        if wish.is_whole and len(arriving) + len(taken) < wish.num_devices:
-            continue  # a part would help nobody and cost another job an engine
-        held = left
-        coming = [use for use in coming if use not in arriving]
-        kept = [use for use in kept if use not in taken]
-        recalled += [use.lease for use in taken if use.lease is not None]
-    return tuple(recalled)
-
-
-def _may_give(job: JobId, other: JobId, deficits: Mapping[JobId, float], *, is_extra: bool) -> bool:
-    """Tell whether a job may give a device to another: it is not behind itself and, below its share, it is ahead."""
-    deficit_s = deficits.get(job, 0.0)
-    return job != other and (deficit_s < 0 if is_extra else deficit_s <= 0)
-
-
-def _most_above(
-    uses: Sequence[DeviceUse], held: Mapping[JobId, int], shares: Mapping[JobId, float], least: float
-) -> DeviceUse | None:
-    """Return a device of the job that is furthest above its share, by more than ``least``: the one that it got last."""
-
-    def order(use: DeviceUse) -> tuple[float, float, str]:
-        job, granted_s = ("", 0.0) if use.lease is None else (use.lease.job, use.lease.granted_s)
-        return held.get(JobId(job), 0) - shares.get(JobId(job), 0.0), granted_s, use.device_id
-
-    above = [use for use in uses if order(use)[0] > least]
-    return max(above, key=order, default=None)

@@ -334,7 +334,7 @@ async def test_a_second_executor_of_a_device_is_refused_whatever_its_folder(tmp_
     config = attached(tmp_path)
     other = attrs.evolve(config, run_dir=tmp_path / "another")
     async with executor.executing(config, start=fake, say=lambda _: None):
-        with pytest.raises(ConfigError, match="another executor shares the device of ledger .*gpu0.ledger; end it"):
+        with pytest.raises(ConfigError, match=r"another executor shares the device of ledger .*gpu0\.ledger; end it"):
             async with executor.executing(other, start=fake, say=lambda _: None):
                 pass
     async with executor.executing(other, start=fake, say=lambda _: None) as (again, _):

@@ -18,9 +18,8 @@ from rose.policies.lending import (
     LendingConfig,
     plan_expiry,
     plan_grants,
-    plan_recalls,
-    plan_shares,
 )
+from rose.policies.recalls import plan_recalls, plan_shares
 from rose.types import DeviceId, JobId
 
 CONFIG = LendingConfig(ttl_s=5.0, quota=2, jobs={"big": JobTerms(quota=9)})
