@@ -96,7 +96,7 @@ def make_job(loop: VirtualLoop, runner: Runner, strategy: str = "default") -> Jo
         open_window=lambda: None,
         close_window=lambda _begun_s: None,
     )
-    pool: Any = SimpleNamespace(sync_weights=nothing)
+    pool: Any = SimpleNamespace(sync_weights=nothing, expect=lambda _num_trajectories: None)
     source: Any = Source()
     played: Any = runner
     return Job(
