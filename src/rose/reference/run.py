@@ -23,7 +23,7 @@ from rose.clocks import MonotonicClock
 from rose.errors import ConfigError
 from rose.hosts.job import OpenJob, open_job, open_store
 from rose.observe.metrics import MetricsLog, plain
-from rose.pool import RolloutPool
+from rose.pool import EngineAccount, RolloutPool
 from rose.reference.alfworld import check_alfworld
 from rose.reference.env_workers import EnvironmentPool
 from rose.reference.environment import Environment, SupportsDemonstrations, load_environment, longest_episode
@@ -32,6 +32,7 @@ from rose.reference.learner_group import LearnerGroup
 from rose.reference.loop import Loop, StepReport
 from rose.reference.loop_config import RunConfig
 from rose.registry import read_token
+from rose.types import EngineId
 
 _MOST_RESTARTS = 16
 
@@ -124,7 +125,9 @@ async def run_job(config: RunConfig, *, say: Say) -> Mapping[str, Any]:
             on_phase=lambda step, phase: say(f"step {step}/{config.loop.steps}: {phase}"),
         )
         await loop.run()
-        summary = summarise(config, reports, job, wall_s=time.monotonic() - began_s)
+        accounts = await pool.accounts() if job is None else job.pool.accounts()
+        most = None if job is None or job.lender is None else job.lender.most_held
+        summary = summarise(config, reports, accounts, most_leases=most, wall_s=time.monotonic() - began_s)
         (out / "summary.json").write_text(json.dumps(plain(summary), indent=2) + "\n", encoding="utf-8")
         return summary
 
@@ -134,8 +137,7 @@ async def _open_pool(stack: contextlib.AsyncExitStack, config: RunConfig) -> tup
         job = await stack.enter_async_context(open_job(config))
         return job.pool, job
     token = None if config.loop.pool_token_file is None else read_token(config.loop.pool_token_file)
-    connect: Any = RolloutPool.connect  # type: ignore[attr-defined]
-    return await stack.enter_async_context(connect(config.loop.pool, token=token)), None
+    return await stack.enter_async_context(RolloutPool.connect(config.loop.pool, token=token)), None
 
 
 async def _warm_start(
@@ -165,14 +167,22 @@ def _line(report: StepReport, num_steps: int) -> str:
     )
 
 
-def summarise(config: RunConfig, reports: list[StepReport], job: OpenJob | None, *, wall_s: float) -> Mapping[str, Any]:
-    """Return the object of ``summary.json``: totals, one entry a step, and what each engine did."""
-    engines: dict[str, Any] = {}
-    if job is not None:
-        engines = {
-            name: {"kind": account.kind.value, "num_tokens": account.num_tokens, "num_attempts": account.num_attempts}
-            for name, account in job.pool.accounts().items()
-        }
+def summarise(
+    config: RunConfig,
+    reports: list[StepReport],
+    accounts: Mapping[EngineId, EngineAccount],
+    *,
+    most_leases: int | None,
+    wall_s: float,
+) -> Mapping[str, Any]:
+    """Return the object of ``summary.json``: totals, one entry a step, and what each engine did.
+
+    ``most_leases`` is ``None`` where nothing is borrowed, or another process borrows.
+    """
+    engines = {
+        name: {"kind": account.kind.value, "num_tokens": account.num_tokens, "num_attempts": account.num_attempts}
+        for name, account in accounts.items()
+    }
     num_tokens = sum(engine["num_tokens"] for engine in engines.values())
     borrowed = sum(engine["num_tokens"] for engine in engines.values() if engine["kind"] == "borrowed")
     return {
@@ -188,7 +198,7 @@ def summarise(config: RunConfig, reports: list[StepReport], job: OpenJob | None,
         "train_overlap_s": sum(report.train_overlap_s for report in reports),
         "borrowed_token_fraction": borrowed / num_tokens if num_tokens else 0.0,
         "n_serving": config.resources.n_serving,
-        "most_leases": None if job is None or job.lender is None else job.lender.most_held,
+        "most_leases": most_leases,
         "engines": engines,
         "steps": [attrs.asdict(report) for report in reports],
     }
