@@ -179,7 +179,7 @@ def summarise(
 
     ``most_leases`` is ``None`` where nothing is borrowed, or another process borrows.
     """
-    engines = {
+    engines: dict[str, dict[str, Any]] = {
         name: {"kind": account.kind.value, "num_tokens": account.num_tokens, "num_attempts": account.num_attempts}
         for name, account in accounts.items()
     }
