@@ -71,7 +71,8 @@ async def test_dedicated_engines_roll_out_while_borrowed_ones_still_fetch_the_we
         return result
 
     rig.lent[0].stage, rig.episodes.step = slow_stage, step
-    reports = await rig.run()
+    async with asyncio.timeout(30):
+        reports = await rig.run()
     assert 0 < reports[1].sync_overlap_s <= reports[1].rollout_s
     own = {engine.engine_id for engine in rig.engines}
     assert {hop.engine_id for each in rig.learner.given[1] for hop in each.hops} <= own
