@@ -161,6 +161,7 @@ class EnvironmentPool:
                 return await _post(lane, request)
         except TimeoutError as error:
             lane.process.kill()
+            await lane.process.close()
             operation, trajectory_id, _ = request
             message = (
                 f"{self._spec}: no answer to {operation} of {trajectory_id} within {self._timeout_s:g} s; "
