@@ -130,6 +130,7 @@ class Ask:
         num_devices: More than it holds, at most.
         model: What it would run; only devices whose rollout engine can serve it are lent. ``None``: whatever is there.
         devices: Those where it has an engine; ``None``: all.
+        but: Those that are of no use to it.
         is_whole: All of them or none, as for an engine that spans several devices.
     """
 
@@ -137,13 +138,13 @@ class Ask:
     num_devices: int
     model: str | None = None
     devices: frozenset[DeviceId] | None = None
+    but: frozenset[DeviceId] = frozenset()
     is_whole: bool = False
 
     def fits(self, use: DeviceUse) -> bool:
         """Tell whether a device is of use to this job."""
-        return (self.devices is None or use.device_id in self.devices) and (
-            self.model is None or use.models is None or self.model in use.models
-        )
+        is_useful = (self.devices is None or use.device_id in self.devices) and use.device_id not in self.but
+        return is_useful and (self.model is None or use.models is None or self.model in use.models)
 
 
 @attrs.frozen(kw_only=True)

@@ -25,6 +25,7 @@ from rose.checks import shown
 from rose.clocks import MonotonicClock
 from rose.errors import BackendUnavailableError, EngineError, TurnFailedError
 from rose.interfaces import Clock, ServingEngine, Transport
+from rose.policies.demand import Announcement, Announcements
 from rose.policies.routing import EngineState, EngineView, WaitReason
 from rose.pool.config import PoolConfig, WeightPull
 from rose.pool.driver import Driver
@@ -97,6 +98,7 @@ class RolloutPool:
         self._initial += [(engine, EngineKind.BORROWED) for engine in _check_engines("borrowed", borrowed)]
         self._state = PoolState(self.config, name=uuid.uuid4().hex[:8], seed=seed)
         self._driver = Driver(self._state, config=self.config, clock=self._clock, on_event=on_event)
+        self.announced = Announcements()
         self._source: TransportSource | None = None
         self._sync = WeightSync(self._state, config=self.config, clock=self._clock, apply=self._driver.apply)
 
@@ -213,6 +215,24 @@ class RolloutPool:
         """The latest version that an engine acknowledged, ``None`` before the first."""
         return self._state.engines.version
 
+    def expect(self, num_trajectories: int, *, at_s: float | None = None) -> None:
+        """Announce demand, so that a ``Borrower`` of this pool has engines ready for it.
+
+        What is said for a time replaces what was said for that time and later. It is a peak, not a reservation: engines that get no turns
+        are given back all the same.
+
+        Args:
+            num_trajectories: How many trajectories begin then, about.
+            at_s: When, on the pool's clock; now unless given.
+
+        Raises:
+            ValueError: The number is negative.
+        """
+        if num_trajectories < 0:
+            message = f"num_trajectories must be >= 0, got {num_trajectories}"
+            raise ValueError(message)
+        self.announced.add(Announcement(num_trajectories, self._clock.now() if at_s is None else at_s))
+
     def snapshot(self) -> PoolSnapshot:
         """Read the pool's state now."""
         waiting = self._state.waiting_reasons()
@@ -223,6 +243,10 @@ class RolloutPool:
             engines=tuple(self._state.engines.index),
             version=self._state.engines.version,
         )
+
+    def live_trajectories(self) -> set[str]:
+        """Return the trajectories that have a turn in the pool's hands."""
+        return {record.turn.trajectory_id for record in self._state.live.values()}
 
     def state_of(self, engine_id: EngineId) -> EngineState | None:
         """Return an engine's state, ``None`` when it is not in the pool."""

@@ -151,6 +151,7 @@ async def run_grpo(job: Job, num_steps: int) -> None:
         plans = trajectories_of([job.source.group(step, index) for index in range(job.num_groups)])
         begun_s = job.now()
         job.world.open_window()
+        job.pool.expect(len(plans))
         async with job.supply.lend(job.world, job.pool):
             records = await job.runner.run_all(plans)
             rollout_s = job.now() - begun_s
@@ -184,6 +185,7 @@ async def _sample_in_rounds(job: Job, step: int) -> tuple[list[TrajectoryRecord]
         groups = [job.source.group(step, num_started + i) for i in range(job.num_groups)]
         num_started += len(groups)
         plans = trajectories_of(groups)
+        job.pool.expect(len(plans))
         records += await job.runner.run_all(plans)
         num_informative += sum(group.is_informative for group in groups)
         floor_s += max(job.alone_s(plan) for plan in plans)
