@@ -144,6 +144,7 @@ options = {{max_num_seqs = 32, kv_cache_bytes = 33554432}}
 [lender]
 url = "http://127.0.0.1:PORT:lender"
 ask_again_s = 0.5
+demand = {{look_s = 0.2}}
 [executors]
 gpu0 = "http://127.0.0.1:PORT:executor"
 gpu1 = "http://127.0.0.1:PORT:nobody"
@@ -160,10 +161,11 @@ listen = "127.0.0.1:PORT:pool"
 [pool]
 reading_interval_s = 0.2
 stall_s = 10.0
+routing = {{cap_per_engine = 8}}
 [loop]
 steps = 3
-num_groups = 4
-group_size = 4
+num_groups = 6
+group_size = 8
 num_env_processes = 1
 pool = "http://127.0.0.1:PORT:pool"
 out = "FOLDER/out"
@@ -257,7 +259,7 @@ def test_a_job_runs_to_its_end_over_separate_commands(site: Site):
     assert summary["engines"]["gpu0"]["num_tokens"] > 0, "the borrowed engine worked too"
     assert summary["num_tokens"] > 0
     for step in summary["steps"]:
-        assert step["groups"]["num_groups"] == 4
+        assert step["groups"]["num_groups"] == 6
         assert set(step["staleness"]) == {"0"}, "on policy: no token of other weights"
         assert step["train"]["mismatch_mean"] < 0.05, "engines and learner have the same weights"
 

@@ -19,7 +19,7 @@ import asyncio
 import itertools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import attrs
 
@@ -52,6 +52,14 @@ class Pool(Protocol):
 
     async def sync_weights(self, source: Any) -> Any:
         """Bring the engines to the newest weights; the answer has ``activations``, ``unchanged`` and ``errors`` by engine."""
+
+
+@runtime_checkable
+class SupportsExpect(Protocol):
+    """A pool that can be told of a rollout before it begins, so that borrowed engines are there then."""
+
+    def expect(self, num_trajectories: int, *, at_s: float | None = None) -> None:
+        """Announce demand."""
 
 
 class Learner(Protocol):
@@ -196,6 +204,7 @@ class Loop:
         """
         async with asyncio.TaskGroup() as group:
             self._tell(0, "first weights")
+            self._announce(0.0)
             await self._learner.publish(run=self._settings.run, address=self._address, is_anchor=True)
             await self._first_sync()
             steps = self._run_async if self._settings.algorithm.is_async else self._run_on_policy
@@ -211,6 +220,8 @@ class Loop:
                 await sync
             work = _Work(rollout, list(rollout.groups.trajectories), self._sync_span)
             self._tell(step, "training")
+            if step < self._settings.num_steps:
+                self._announce(reports[-1].train_s if reports else 0.0)
             await self._train(work)
             sync = group.create_task(self._sync())
             reports.append(self._report(step, work))
@@ -267,6 +278,12 @@ class Loop:
         work.train = await self._learner.train(work.trained)
         await self._learner.publish(run=self._settings.run, address=self._address)
         work.training.end_s = self._clock.now()
+
+    def _announce(self, after_s: float) -> None:
+        """Tell the pool of the next rollout, which begins about as long after this as the last training took."""
+        if isinstance(self._pool, SupportsExpect):
+            num = self._settings.rules.num_groups * self._settings.group_size
+            self._pool.expect(num, at_s=self._clock.now() + after_s)
 
     async def _first_sync(self) -> None:
         """Bring the first weights to the engines; a relay that has yet to come up is waited for."""

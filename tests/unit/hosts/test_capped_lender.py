@@ -166,7 +166,7 @@ def test_a_pool_with_more_engines_than_it_may_borrow_takes_so_many(site: Site):
         own = FakeEngine(engine_id=EngineId("own"), clock=site.clock)
         capped = CappedLender(LocalLender(site.lender), 2)
         async with RolloutPool([own], clock=site.clock) as pool:
-            async with Borrower(capped, pool, engines, job=JOB, clock=site.clock, ask_again_s=1.0):
+            async with Borrower(capped, pool, engines, job=JOB, clock=site.clock, ask_again_s=1.0, demand=None):
                 for _ in range(20):
                     await site.clock.sleep(5.0)
                     assert len(site.lender.leases) == 2

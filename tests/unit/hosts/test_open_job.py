@@ -133,7 +133,7 @@ class Site:
     def tables(self, **resources: int) -> dict[str, Any]:
         return {
             "resources": {"n_rl": 2, "training": 0, "rollout": 2, "n_serving": 1} | resources,
-            "lender": {"url": self.url, "ask_again_s": 0.05},
+            "lender": {"url": self.url, "ask_again_s": 0.05, "demand": {"look_s": 0.02}},
             "executors": {f"gpu{i}": parts.url for i, parts in enumerate(self.executors)},
         }
 
@@ -162,10 +162,12 @@ async def test_borrowed_engines_come_through_lender_and_executors_and_never_more
     async with running_site(tmp_path) as site:
         for num_most in (1, 2):
             async with open_job(job(**site.tables(n_serving=num_most))) as opened:
+                opened.pool.expect(1000)
                 await until(lambda: kinds(opened.pool).count(EngineKind.BORROWED) == num_most)  # noqa: B023
                 assert kinds(opened.pool).count(EngineKind.DEDICATED) == 2
                 assert opened.lender.most_held == num_most
         async with open_job(job(**site.tables(n_serving=2), engines={})) as alone:
+            alone.pool.expect(1000)
             await until(lambda: kinds(alone.pool) == [EngineKind.BORROWED] * 2)
             assert len((await alone.pool.generate(TURN)).token_ids) == 5
 

@@ -133,6 +133,7 @@ class Rig:
         self.learner = Learner(self.source)
         self.steps: list[StepReport] = []
         self.phases: list[tuple[int, str]] = []
+        self.announced: list[tuple[int, float]] = []
         self.policy: Any = lake_policy if self.env == "frozenlake" else household_policy(self.episodes)
         self.engines = [self._engine(f"own{i}") for i in range(self.num_dedicated)]
         self.lent = [self._engine(f"lent{i}", **self.borrowed) for i in range(self.num_borrowed)]
@@ -172,7 +173,11 @@ class Rig:
             async def changed(turn: Turn) -> TurnResult:
                 return self.change_result(await generate(turn), turn)
 
-            pool.generate = changed  # type: ignore[method-assign]
+            def expect(num_trajectories: int, *, at_s: float | None = None) -> None:
+                assert at_s is not None
+                self.announced.append((num_trajectories, at_s - pool.clock.now()))
+
+            pool.generate, pool.expect = changed, expect  # type: ignore[method-assign]
             loop = Loop(
                 self.settings,
                 pool=pool,

@@ -47,6 +47,13 @@ async def test_on_policy_tokens_are_all_of_the_version_that_is_trained():
         assert {span.version.n for each in given for span in each.versions} == {step}
 
 
+async def test_each_rollout_is_announced_to_the_pool_before_its_weights_are_there():
+    rig = Rig(algorithm="dapo", num_steps=3)
+    await rig.run()
+    assert [num for num, _ in rig.announced] == [12, 12, 12]
+    assert rig.phases[:3] == [(0, "first weights"), (1, "rollout"), (1, "training")]
+
+
 async def test_the_same_samples_are_drawn_by_every_run():
     first, second = Rig(num_dedicated=1, num_borrowed=0), Rig(num_dedicated=3)
     await first.run()

@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from rose.errors import TransportError
 from rose.policies.lending import Lease
-from rose.pool.borrowing import LeaseSource
+from rose.pool.lease_source import LeaseSource
 from rose.types import DeviceId, JobId, LeaseId
 
 _NO_LEASE = LeaseId("")
@@ -44,6 +44,7 @@ class CappedLender:
         *,
         model: str | None = None,
         devices: Collection[DeviceId] | None = None,
+        but: Collection[DeviceId] = (),
         is_whole: bool = False,
     ) -> Sequence[Lease]:
         """Ask for as many more devices as the job may still have; for none where it needs them all and may not.
@@ -53,7 +54,7 @@ class CappedLender:
         """
         async with self._lock:
             if num_devices == 0:
-                return await self._source.ask(job, 0, model=model, devices=devices, is_whole=is_whole)
+                return await self._source.ask(job, 0)
             if not self._is_sure:
                 self._take(
                     await self._source.changed(job, {_NO_LEASE: False})
@@ -63,7 +64,7 @@ class CappedLender:
             if num_asked <= 0 or (is_whole and num_asked < num_devices):
                 return ()
             self._is_sure = False
-            leases = await self._source.ask(job, num_asked, model=model, devices=devices, is_whole=is_whole)
+            leases = await self._source.ask(job, num_asked, model=model, devices=devices, but=but, is_whole=is_whole)
             self._is_sure = True
             self._note(self._held | {lease.lease_id for lease in leases})
             return leases

@@ -17,6 +17,7 @@ from rose.config import load
 from rose.errors import ConfigError
 from rose.hosts.http.auth import TokenConfig
 from rose.hosts.http.server import parse_place
+from rose.policies.demand import DemandConfig
 from rose.pool.config import PoolConfig
 from rose.registry import read_token
 
@@ -122,11 +123,13 @@ class LenderPlace:
         url: Its address.
         token_file: The job's bearer token.
         ask_again_s: How long to wait before asking again for what was not granted.
+        demand: How the job's demand for borrowed engines is followed.
     """
 
     url: str = attrs.field(validator=checks.text(_URL))
     token_file: Path | None = None
     ask_again_s: float = attrs.field(default=10.0, validator=checks.number(above=0))
+    demand: DemandConfig = attrs.field(factory=DemandConfig)
 
 
 @attrs.frozen(kw_only=True)

@@ -142,6 +142,8 @@ async def _borrow(
         clock=clock,
         model=config.model.name,
         ask_again_s=place.ask_again_s,
+        most_devices=config.resources.n_serving,
+        demand=place.demand,
     )
     await stack.enter_async_context(borrower)
     return lender
