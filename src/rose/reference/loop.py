@@ -6,7 +6,7 @@ On policy (``grpo``, ``dapo``)
     2. [LOOP] trains on them, publishes version n and begins its sync.
 Asynchronous (``async``)
     1. [LOOP] has the groups of step n, and at once asks for those of step n + 1, at no version that would be too old once they are trained on.
-    2. [LOOP] drops what is too old by its oldest token, trains on the rest, publishes, syncs, while the engines go on.
+    2. [LOOP] drops what is too old by its oldest token, trains on the rest, publishes and begins the sync, while the engines go on.
 
 Invariants: no trajectory is trained on whose oldest token lies more than the bound behind the weights that are trained; versions are
 published in order, each synced before the next; a step of which nothing came back ends the run with what the last engine or
@@ -194,6 +194,7 @@ class Loop:
             RolloutContext.of(environment, generate=pool.generate, episodes=episodes, clock=clock), **(context or {})
         )
         self._sync_span = _Span()
+        self._syncing: asyncio.Task[None] | None = None
 
     async def run(self) -> list[StepReport]:
         """Run every step; returns their reports.
@@ -208,25 +209,22 @@ class Loop:
             await self._learner.publish(run=self._settings.run, address=self._address, is_anchor=True)
             await self._first_sync()
             steps = self._run_async if self._settings.algorithm.is_async else self._run_on_policy
-            return await steps(group)
+            reports = await steps(group)
+            await self._synced()
+            return reports
 
     async def _run_on_policy(self, group: asyncio.TaskGroup) -> list[StepReport]:
         reports: list[StepReport] = []
-        sync: asyncio.Task[None] | None = None
         for step in range(1, self._settings.num_steps + 1):
             self._tell(step, "rollout")
             rollout = await self._roll_out(step, Exactly(step - 1))
-            if sync is not None:
-                await sync
             work = _Work(rollout, list(rollout.groups.trajectories), self._sync_span)
             self._tell(step, "training")
             if step < self._settings.num_steps:
                 self._announce(reports[-1].train_s if reports else 0.0)
             await self._train(work)
-            sync = group.create_task(self._sync())
+            self._begin_sync(group)
             reports.append(self._report(step, work))
-        if sync is not None:
-            await sync
         return reports
 
     async def _run_async(self, group: asyncio.TaskGroup) -> list[StepReport]:
@@ -244,7 +242,7 @@ class Loop:
                 rollout = group.create_task(self._roll_out(step + 1, oldest, work.next_rollout))
             self._tell(step, "training, and the next rollout")
             await self._train(work)
-            await self._sync()
+            self._begin_sync(group)
             reports.append(self._report(step, work))
         return reports
 
@@ -276,6 +274,7 @@ class Loop:
     async def _train(self, work: _Work) -> None:
         work.training.start_s = self._clock.now()
         work.train = await self._learner.train(work.trained)
+        await self._synced()
         await self._learner.publish(run=self._settings.run, address=self._address)
         work.training.end_s = self._clock.now()
 
@@ -285,12 +284,18 @@ class Loop:
             num = self._settings.rules.num_groups * self._settings.group_size
             self._pool.expect(num, at_s=self._clock.now() + after_s)
 
+    async def _synced(self) -> None:
+        """Wait until the version that was published last has reached the engines."""
+        if self._syncing is not None:
+            await self._syncing
+
     async def _first_sync(self) -> None:
         """Bring the first weights to the engines; a relay that has yet to come up is waited for."""
         ends_s = self._clock.now() + self._settings.first_sync_timeout_s
         for _ in itertools.count():
+            self._sync_span = _Span(self._clock.now())
             try:
-                await self._sync()
+                await self._sync(self._sync_span)
             except RoseError:
                 if self._clock.now() >= ends_s:
                     raise
@@ -298,13 +303,16 @@ class Loop:
             else:
                 return
 
-    async def _sync(self) -> None:
+    def _begin_sync(self, group: asyncio.TaskGroup) -> None:
+        self._sync_span = _Span(self._clock.now())
+        self._syncing = group.create_task(self._sync(self._sync_span))
+
+    async def _sync(self, span: _Span) -> None:
         """Bring the engines to the newest weights.
 
         Raises:
             EngineError: None took them, so that turns would wait for ever.
         """
-        self._sync_span = span = _Span(self._clock.now())
         report = await self._pool.sync_weights(self._source)
         span.end_s = self._clock.now()
         if not report.activations and not report.unchanged:
