@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 from collections.abc import Mapping
 from difflib import get_close_matches
 from importlib.metadata import EntryPoint, entry_points
@@ -150,6 +151,25 @@ def read_token(path: str | Path) -> str:
     if not token:
         message = f"{path} holds no token"
         raise ConfigError(message)
+    return token
+
+
+def read_or_make_token(path: str | Path) -> str:
+    """Return the token that a file holds; where there is no file, one is drawn and written, readable by its owner alone.
+
+    Raises:
+        ConfigError: It cannot be read or written, or holds none.
+    """
+    if Path(path).exists():
+        return read_token(path)
+    token = os.urandom(16).hex()
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            file.write(token)
+    except OSError as error:
+        message = f"cannot write the token to {path}: {error.strerror}; give a path that can be written"
+        raise ConfigError(message) from error
     return token
 
 

@@ -12,9 +12,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractAsyncContextManager
+from importlib import import_module
+from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import attrs
 
@@ -101,6 +104,20 @@ class RolloutPool:
         self.announced = Announcements()
         self._source: TransportSource | None = None
         self._sync = WeightSync(self._state, config=self.config, clock=self._clock, apply=self._driver.apply)
+
+    @staticmethod
+    def open(job: Path | str | Mapping[str, Any]) -> AbstractAsyncContextManager[RolloutPool]:
+        """Return a context with the pool that a job file describes: engines, lender and executors included.
+
+        Example:
+            >>> async with RolloutPool.open("job.toml") as pool:
+            ...     result = await pool.generate(turn)
+
+        Raises:
+            ConfigError: The file is wrong; one line a problem.
+        """
+        opened: AbstractAsyncContextManager[RolloutPool] = import_module("rose.hosts.job").open_pool(job)
+        return opened
 
     @staticmethod
     def connect(url: str, *, token: str | None = None, timeout_s: float = 10.0) -> RemotePool:

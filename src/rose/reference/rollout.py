@@ -18,6 +18,7 @@ import attrs
 from rose.errors import RoseError, TurnFailedError
 from rose.interfaces.clock import Clock
 from rose.reference.environment import Environment, Step
+from rose.reference.groups import GroupBook, StepGroups
 from rose.reference.tokenizer import BOS_ID, WordTokenizer
 from rose.reference.trajectory import Trajectory, TrajectoryPlan, TurnRecord, derive_seed
 from rose.types import AnyVersion, FinishReason, Sampling, Turn, TurnResult, VersionConstraint, VersionSpan
@@ -46,6 +47,8 @@ class RolloutContext:
         generate: Answers one turn; raises a ``RoseError`` when the turn cannot be finished.
         action_ids: The tokens that end a turn.
         temperature: 0 is greedy. Log-probs are those of the sampling distribution at 1 only.
+        deadline_s: Longest wait for one turn, on the pool's clock.
+        trajectory_timeout_s: A trajectory that takes longer on the event loop's time has failed; its episode is dropped.
     """
 
     generate: Generate
@@ -58,6 +61,7 @@ class RolloutContext:
     temperature: float = 1.0
     versions: VersionConstraint = attrs.field(factory=AnyVersion)
     deadline_s: float | None = None
+    trajectory_timeout_s: float | None = None
 
     @classmethod
     def of(
@@ -126,12 +130,16 @@ async def run_trajectory(context: RolloutContext, plan: TrajectoryPlan) -> Traje
     """Play one episode to its end; a ``RoseError`` on the way gives a failed trajectory with the turns made so far."""
     record = _Record(plan, context.clock.now())
     try:
-        observation = await context.episodes.reset(plan.trajectory_id, plan.environment_seed)
-        while not record.is_done and len(record.turns) < context.max_turns:
-            record.add_observation(context.tokenizer.encode(observation))
-            observation = await _play_turn(context, record)
+        async with asyncio.timeout(context.trajectory_timeout_s):
+            observation = await context.episodes.reset(plan.trajectory_id, plan.environment_seed)
+            while not record.is_done and len(record.turns) < context.max_turns:
+                record.add_observation(context.tokenizer.encode(observation))
+                observation = await _play_turn(context, record)
     except RoseError as error:
         return record.finish(context.clock.now(), failure=f"{type(error).__name__}: {error}")
+    except TimeoutError:
+        limit = f"not done after trajectory_timeout_s = {context.trajectory_timeout_s:g}"
+        return record.finish(context.clock.now(), failure=f"TimeoutError: {limit}, {len(record.turns)} turns made")
     finally:
         if not record.is_done:
             await _drop(context, plan)
@@ -226,3 +234,26 @@ async def rollout_step(
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(run(plan), name=plan.trajectory_id) for plan in plans]
     return [task.result() for task in tasks]
+
+
+async def rollout_groups(
+    context: RolloutContext,
+    book: GroupBook,
+    *,
+    on_finished: Callable[[Trajectory], None] | None = None,
+) -> StepGroups:
+    """Run the groups of a step at once, and whatever the book wants in place of those that failed or teach nothing."""
+    async with asyncio.TaskGroup() as group:
+
+        def launch(plans: Sequence[TrajectoryPlan]) -> None:
+            for plan in plans:
+                group.create_task(run(plan), name=plan.trajectory_id)
+
+        async def run(plan: TrajectoryPlan) -> None:
+            trajectory = await run_trajectory(context, plan)
+            if on_finished is not None:
+                on_finished(trajectory)
+            launch(book.take(trajectory))
+
+        launch(book.start())
+    return book.result()
