@@ -33,6 +33,7 @@ _STATUS_OF = (
     (errors.ConfigError, 400),
     (errors.VersionConflictError, 409),
     (errors.EngineFencedError, 409),
+    (errors.EngineUnsupportedError, 501),
     (errors.LedgerError, 503),
     (errors.DeadlineExceededError, 504),
 )
@@ -42,6 +43,7 @@ _BY_STATUS: Mapping[int, type[RoseError]] = {
     403: errors.ConfigError,
     422: RequestRefusedError,
     429: EngineBusyError,
+    501: errors.EngineUnsupportedError,
     502: EngineLostError,
     503: EngineBusyError,
     504: EngineLostError,
