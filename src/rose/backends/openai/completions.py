@@ -24,7 +24,7 @@ _FINISH_REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "ab
 _TOKEN_PREFIX = "token_id:"  # noqa: S105 - how vLLM writes ids where OpenAI has texts
 _MAX_EVENT_BYTES = 64 << 20
 _BAD_REQUEST = range(400, 500)
-_NUMBERS = frozenset({int, float})
+_NUMBERS, _INTEGERS = frozenset({int, float}), frozenset({int})
 
 
 def request_body(request: EngineRequest, *, model: str | None = None) -> bytes:
@@ -115,8 +115,8 @@ class CompletionReader:
             self.is_done = True
             return
         try:
-            event = json.loads(text)
-        except ValueError as error:
+            event = json.loads(text.decode())  # quicker than to let json guess the encoding
+        except ValueError as error:  # a wrong encoding among them
             self._fail(f"an event is no JSON ({error})", error)
         if not isinstance(event, dict) or "choices" not in event:
             self._fail_as_told(event)
@@ -194,9 +194,9 @@ class CompletionReader:
         raise EngineError(message) from cause
 
 
-def _token_ids(choice: Mapping[str, Any]) -> list[int]:
+def _token_ids(choice: Mapping[str, Any]) -> Sequence[int]:
     """Return the new ids of a choice: as such, or from log-probs whose tokens are written as ids."""
-    ids = choice.get("token_ids")
+    ids: Any = choice.get("token_ids")
     if ids is None:
         logprobs = choice.get("logprobs")
         if logprobs is None:
@@ -205,10 +205,10 @@ def _token_ids(choice: Mapping[str, Any]) -> list[int]:
                 raise ValueError(message)
             return []
         ids = [int(token.removeprefix(_TOKEN_PREFIX)) for token in logprobs["tokens"]]
-    if not all(type(token) is int for token in ids):
+    if not set(map(type, ids)) <= _INTEGERS:
         message = f"token ids {ids!r:.60}"
         raise ValueError(message)
-    return list(ids)
+    return ids
 
 
 def _of_sampled(value: Any, token: int) -> Any:

@@ -42,7 +42,7 @@ from rose.types import (
 _IDLE_S = 3.0  # vLLM's server closes a connection that was idle for 5 s; one that it is closing must not be used
 _TAIL_S = 1.0
 _READ_BYTES = 1 << 20
-_OK, _NOT_FOUND = 200, 404
+_OK = 200
 _BUSY, _LOST, _REFUSED = (429, 503), (502, 504), (400, 404, 413, 422)
 _NO_ROUTE = (404, 405)
 
@@ -155,7 +155,7 @@ class OpenAiEngine(ServingEngine):
         Raises:
             EngineError: The connection ended before the stream did.
         """
-        if stream.is_aborted or stream.answer is None:
+        if stream.answer is None or (stream.answer.closed and stream.is_aborted):
             leftover, stream.leftover = stream.leftover, b""
             return leftover
         why = "it closed the connection without a finish reason"
