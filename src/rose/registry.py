@@ -1,7 +1,8 @@
 """Names to backends, through entry points: ROSE's own backends and those of other distributions alike.
 
 A distribution offers a backend by an entry point in one of the groups ``rose.serving``, ``rose.trainers``,
-``rose.transports`` or ``rose.devices``. Nothing is imported until a backend is asked for by name.
+``rose.transports`` or ``rose.devices``; a class that no distribution offers yet is named as ``module:Class``. Nothing is imported
+until a backend is asked for by name.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def load(role: Role, name: str) -> type:
 
     Args:
         role: ``serving``, ``trainers``, ``transports`` or ``devices``.
-        name: The entry point's name, for example ``vllm``.
+        name: The entry point's name, for example ``vllm``, or ``module:Class``.
 
     Raises:
         ConfigError: No installed distribution offers that name, two offer it, or what it names is not of the role.
@@ -64,7 +65,10 @@ def load(role: Role, name: str) -> type:
         raise
     except ImportError as error:
         if (error.name or "").partition(".")[0] == entry_point.module.partition(".")[0]:
-            raise
+            if ":" not in name:
+                raise
+            message = f"cannot import {name!r} ({error}); is its folder on PYTHONPATH?"
+            raise ConfigError(message) from error
         raise BackendUnavailableError(_unavailable(role, entry_point, error)) from error
     except AttributeError as error:
         message = f"the entry point {entry_point.value!r} of {role} backend {name!r} names nothing: {error}"
@@ -178,6 +182,8 @@ def _entry_points(role: Role) -> dict[str, list[EntryPoint]]:
 
 def _find(role: Role, name: str) -> EntryPoint:
     installed = _entry_points(role)
+    if ":" in name:
+        return EntryPoint(name=name, value=name, group=f"rose.{role}")
     offers = installed.get(name, [])
     if not offers:
         close = get_close_matches(name, installed, n=1)

@@ -208,7 +208,8 @@ def _token_ids(choice: Mapping[str, Any]) -> Sequence[int]:
     if not set(map(type, ids)) <= _INTEGERS:
         message = f"token ids {ids!r:.60}"
         raise ValueError(message)
-    return ids
+    found: Sequence[int] = ids
+    return found
 
 
 def _of_sampled(value: Any, token: int) -> Any:
