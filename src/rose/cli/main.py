@@ -13,7 +13,7 @@ from importlib.metadata import version
 from typing import NoReturn
 
 try:
-    from rose.cli import bench, check, demo, doctor, export, ledger, lend, relay, serve, shadow, simulate
+    from rose.cli import bench, check, demo, doctor, export, ledger, lend, lineage, relay, serve, shadow, simulate
     from rose.errors import ConfigError, RoseError
 except KeyboardInterrupt:  # Ctrl-C while modules load
     sys.stderr.write("rose: interrupted\n")
@@ -63,6 +63,7 @@ def build_parser() -> argparse.ArgumentParser:
     serve.add_command(commands, epilog=_EPILOG)
     export.add_command(commands, epilog=_EPILOG)
     ledger.add_command(commands, epilog=_EPILOG)
+    lineage.add_command(commands, epilog=_EPILOG)
     check.add_command(commands, epilog=_EPILOG)
     doctor.add_command(commands)
     return parser
