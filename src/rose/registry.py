@@ -1,15 +1,14 @@
 """Names to backends, through entry points: ROSE's own backends and those of other distributions alike.
 
 A distribution offers a backend by an entry point in one of the groups ``rose.serving``, ``rose.trainers``,
-``rose.transports`` or ``rose.devices``; a class that no distribution offers yet is named as ``module:Class``. Nothing is imported
-until a backend is asked for by name.
+``rose.transports`` or ``rose.devices``. Nothing is imported until a backend is asked for by name.
 """
 
 from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
@@ -52,23 +51,47 @@ def load(role: Role, name: str) -> type:
 
     Args:
         role: ``serving``, ``trainers``, ``transports`` or ``devices``.
-        name: The entry point's name, for example ``vllm``, or ``module:Class``.
+        name: The entry point's name, for example ``vllm``.
 
     Raises:
         ConfigError: No installed distribution offers that name, two offer it, or what it names is not of the role.
         BackendUnavailableError: The backend is there, but a library that it needs is not; names the extra to install.
     """
-    entry_point = _find(role, name)
+    return _loaded(role, _find(role, name))
+
+
+def load_class(role: Role, path: str) -> type:
+    """Import and return the class of a backend that no distribution offers yet. For a path that the user gave, never another process.
+
+    Args:
+        role: As of ``load``.
+        path: ``module:Class``.
+
+    Raises:
+        ConfigError: There is no such module or class, or it is not of the role.
+        BackendUnavailableError: A library that it needs is not there.
+    """
+    entry_point = EntryPoint(name=path, value=path, group=f"rose.{role}")
+    try:
+        return _loaded(role, entry_point)
+    except BackendUnavailableError:
+        raise
+    except (ImportError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        message = f"cannot import {path!r} ({error}); give module:Class, with the module's folder on PYTHONPATH"
+        raise ConfigError(message) from error
+
+
+def _loaded(role: Role, entry_point: EntryPoint) -> type:
+    name = entry_point.name
     try:
         backend = entry_point.load()
     except BackendUnavailableError:
         raise
     except ImportError as error:
         if (error.name or "").partition(".")[0] == entry_point.module.partition(".")[0]:
-            if ":" not in name:
-                raise
-            message = f"cannot import {name!r} ({error}); is its folder on PYTHONPATH?"
-            raise ConfigError(message) from error
+            raise
         raise BackendUnavailableError(_unavailable(role, entry_point, error)) from error
     except AttributeError as error:
         message = f"the entry point {entry_point.value!r} of {role} backend {name!r} names nothing: {error}"
@@ -158,7 +181,15 @@ def read_token(path: str | Path) -> str:
 
 
 def _make(role: Role, name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    backend = load(role, name)
+    return construct(role, name, load(role, name), args, options)
+
+
+def construct(role: Role, name: str, backend: type, args: Sequence[Any], options: Mapping[str, Any]) -> Any:
+    """Make a backend of a class that was loaded under ``name``.
+
+    Raises:
+        ConfigError: It does not take these arguments; says which it takes.
+    """
     parameters = inspect.signature(backend)
     try:
         parameters.bind(*args, **options)
@@ -182,8 +213,6 @@ def _entry_points(role: Role) -> dict[str, list[EntryPoint]]:
 
 def _find(role: Role, name: str) -> EntryPoint:
     installed = _entry_points(role)
-    if ":" in name:
-        return EntryPoint(name=name, value=name, group=f"rose.{role}")
     offers = installed.get(name, [])
     if not offers:
         close = get_close_matches(name, installed, n=1)

@@ -9,7 +9,7 @@ import typing
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import attrs
 
@@ -125,7 +125,8 @@ def make_engine(entry: EngineEntry) -> ServingEngine:
         ConfigError: There is none of that name, or it does not take these options.
         BackendUnavailableError: A library that it needs is missing.
     """
-    backend = registry.load("serving", entry.backend)
+    find = registry.load_class if ":" in entry.backend else registry.load
+    backend = find("serving", entry.backend)
     options = dict(entry.options)
     if entry.token_file is not None:
         options["token"] = registry.read_token(entry.token_file)
@@ -139,7 +140,7 @@ def make_engine(entry: EngineEntry) -> ServingEngine:
         options = {whole: load(hints[whole], {**known, **_with_versions(options, fields)})}
     else:
         options = _with_versions(options, hints)
-    engine = registry.serving_engine(entry.backend, **options)
+    engine = cast("ServingEngine", registry.construct("serving", entry.backend, backend, (), options))
     if entry.fencing_tokens:
         _set_lease(engine, entry.fencing_tokens)
     return engine

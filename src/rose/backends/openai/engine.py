@@ -16,15 +16,15 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncGenerator, AsyncIterator
-from typing import Any, NoReturn
 
 import aiohttp
 import attrs
 
+from rose.backends.openai.client import OK, OpenAiClient, words
 from rose.backends.openai.completions import CompletionReader, request_body
 from rose.backends.openai.load import parse_load
 from rose.clocks import MonotonicClock
-from rose.errors import EngineBusyError, EngineError, EngineLostError, EngineUnsupportedError, RequestRefusedError
+from rose.errors import EngineError, EngineLostError, EngineUnsupportedError, RequestRefusedError
 from rose.interfaces import Clock, ServingEngine
 from rose.interfaces.serving import PauseMode
 from rose.types import (
@@ -39,11 +39,7 @@ from rose.types import (
     WeightVersion,
 )
 
-_IDLE_S = 3.0  # vLLM's server closes a connection that was idle for 5 s; one that it is closing must not be used
 _TAIL_S = 1.0
-_READ_BYTES = 1 << 20
-_OK = 200
-_BUSY, _LOST, _REFUSED = (429, 503), (502, 504), (400, 404, 413, 422)
 _NO_ROUTE = (404, 405)
 
 
@@ -87,14 +83,11 @@ class OpenAiEngine(ServingEngine):
         self.engine_id = EngineId(engine_id or self.url)
         self.weight_version = None if version is None else WeightVersion.parse(version)
         self._model = model
-        self._headers = {} if token is None else {"Authorization": f"Bearer {token}"}
         self._kv_total_tokens = kv_total_tokens
-        self._timeout_s = timeout_s
         self._clock = clock or MonotonicClock()
-        self._session: aiohttp.ClientSession | None = None
+        self._client = OpenAiClient(self.url, engine_id=self.engine_id, token=token, timeout_s=timeout_s)
         self._streams: dict[RequestId, _Stream] = {}
         self._is_paused = False
-        self._is_closed = False
 
     def generate(self, request: EngineRequest) -> AsyncIterator[TokenChunk]:
         """Stream the request's tokens. See ``ServingEngine.generate``."""
@@ -133,21 +126,21 @@ class OpenAiEngine(ServingEngine):
         Raises:
             EngineError: What the server's refusal means.
         """
-        session, status, refusal = self._open(), _OK, b""
-        body, headers = request_body(request, model=self._model), {"Content-Type": "application/json"}
+        body = request_body(request, model=self._model)
+        status, refusal = OK, b""
         try:
             async with asyncio.timeout(None) as stream.scope:
-                stream.answer = await session.post(f"{self.url}/v1/completions", data=body, headers=headers)
+                stream.answer = await self._client.completions(body)
                 status = stream.answer.status
-                if status != _OK:
+                if status != OK:
                     refusal = await stream.answer.read()
         except (aiohttp.ClientError, OSError) as error:  # a TimeoutError among them
             if not stream.is_aborted:
-                self._lose(error)
+                raise self._client.lost(error) from error
         finally:
             stream.scope = None
-        if status != _OK:
-            self._refuse(status, refusal)
+        if status != OK:
+            raise self._client.refusal(status, refusal)
 
     async def _next(self, stream: _Stream, reader: CompletionReader) -> bytes:
         """Return what came next; nothing for a request that was aborted.
@@ -165,7 +158,7 @@ class OpenAiEngine(ServingEngine):
             if stream.is_aborted:
                 return b""
             if not isinstance(error, aiohttp.ClientPayloadError):
-                self._lose(error)
+                raise self._client.lost(error) from error
             data, why = b"", f"the answer is incomplete ({error})"
         if not data and not stream.is_aborted:
             message = f"engine {self.engine_id} broke a stream off after {reader.num_tokens} tokens: {why}"
@@ -180,21 +173,6 @@ class OpenAiEngine(ServingEngine):
             async with asyncio.timeout(_TAIL_S):
                 while data := await stream.answer.content.readany():
                     reader.feed(data)
-
-    def _refuse(self, status: int, body: bytes) -> NoReturn:
-        message = f"engine {self.engine_id} answered {status}: {_words(body)}"
-        if status in _BUSY:
-            raise EngineBusyError(message)
-        if status in _LOST:
-            raise EngineLostError(message)
-        if status in _REFUSED:
-            raise RequestRefusedError(message)
-        raise EngineError(message)
-
-    def _lose(self, error: Exception) -> NoReturn:
-        reason = str(error) or type(error).__name__
-        message = f"engine {self.engine_id} at {self.url} cannot be reached ({reason}); is the server alive?"
-        raise EngineLostError(message) from error
 
     async def abort(self, request_id: RequestId) -> None:
         """End a request by closing its connection. A no-op when it is over."""
@@ -217,12 +195,12 @@ class OpenAiEngine(ServingEngine):
         Raises:
             EngineLostError: The server is gone.
         """
-        status, body = await self._call("GET", "/metrics")
-        load = parse_load(body) if status == _OK else None
+        status, body = await self._client.call("GET", "/metrics")
+        load = parse_load(body) if status == OK else None
         if load is None:
-            status, body = await self._call("GET", "/health")
-            if status != _OK:
-                message = f"engine {self.engine_id} is not healthy: status {status}, {_words(body)}"
+            status, body = await self._client.call("GET", "/health")
+            if status != OK:
+                message = f"engine {self.engine_id} is not healthy: status {status}, {words(body)}"
                 raise EngineLostError(message)
         return EngineSnapshot(
             num_running=load.num_running if load else len(self._streams),
@@ -240,9 +218,9 @@ class OpenAiEngine(ServingEngine):
         Raises:
             EngineError: The server is gone, or is no OpenAI-compatible one.
         """
-        status, body = await self._call("GET", "/v1/models")
-        if status != _OK:
-            self._refuse(status, body)
+        status, body = await self._client.call("GET", "/v1/models")
+        if status != OK:
+            raise self._client.refusal(status, body)
         try:
             models = {str(model["id"]): model.get("max_model_len") for model in json.loads(body)["data"]}
             found = models[self._model] if self._model else next(iter(models.values()))
@@ -270,14 +248,14 @@ class OpenAiEngine(ServingEngine):
         self._is_paused = False
 
     async def _control(self, path: str) -> None:
-        status, body = await self._call("POST", path)
+        status, body = await self._client.call("POST", path)
         if status in _NO_ROUTE:
             message = (
                 f"the server of engine {self.engine_id} cannot pause; start vLLM with VLLM_SERVER_DEV_MODE=1 for that"
             )
             raise EngineUnsupportedError(message)
-        if status != _OK:
-            self._refuse(status, body)
+        if status != OK:
+            raise self._client.refusal(status, body)
 
     async def stage(self, update: WeightUpdate) -> None:
         """Refuse the update.
@@ -302,40 +280,4 @@ class OpenAiEngine(ServingEngine):
 
     async def close(self) -> None:
         """Close the connections, which ends what is under way; the server stays. Idempotent."""
-        self._is_closed = True
-        session, self._session = self._session, None
-        if session is not None:
-            await session.close()
-
-    async def _call(self, method: str, path: str) -> tuple[int, bytes]:
-        session = self._open()
-        try:
-            async with asyncio.timeout(self._timeout_s), session.request(method, self.url + path) as answer:
-                return answer.status, await answer.read()
-        except (aiohttp.ClientError, OSError) as error:  # a TimeoutError among them
-            self._lose(error)
-
-    def _open(self) -> aiohttp.ClientSession:
-        if self._is_closed:
-            message = f"engine {self.engine_id} is gone: its client was closed"
-            raise EngineLostError(message)
-        if self._session is None:
-            self._session = aiohttp.ClientSession(
-                headers=self._headers,
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_S),
-                timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._timeout_s),
-                read_bufsize=_READ_BYTES,
-            )
-        return self._session
-
-
-def _words(body: bytes) -> str:
-    """Return what an answer says went wrong, in its own words."""
-    text = body.decode(errors="replace").strip()
-    found: Any = None
-    with contextlib.suppress(ValueError):
-        found = json.loads(text)
-    if isinstance(found, dict):
-        told = found.get("error", found.get("detail", found.get("message", text)))
-        text = str(told.get("message", told) if isinstance(told, dict) else told)
-    return text[:500] or "without a word"
+        await self._client.close()
