@@ -64,6 +64,9 @@ def test_manifests_are_read_once_and_no_further_back_than_is_asked_for(store):
     publish(store, 6)
     reader = LineageReader(store)
     store.num_manifests = 0
+    with pytest.raises(BlobNotFoundError):
+        reader.trace(WeightVersion("job", 6))
+    assert store.num_manifests == 1
     reader.trace(WeightVersion("job", 5))
     reader.trace(WeightVersion("job", 3))
     assert store.num_manifests <= 7
