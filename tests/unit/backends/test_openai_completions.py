@@ -47,6 +47,14 @@ def test_the_body_asks_for_token_ids_and_the_running_count():
     assert (body["logprobs"], body["return_tokens_as_token_ids"]) == (0, True)
 
 
+def test_the_body_leaves_nothing_to_the_models_generation_config():
+    """A model's own top_k, say, would draw from another distribution than the trainer computes log-probs of."""
+    body = json.loads(request_body(request()))
+    neutral = {"top_k": 0, "min_p": 0, "repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0}
+    assert {name: body[name] for name in neutral} == neutral
+    assert {"temperature", "top_p"} <= body.keys()
+
+
 def test_the_body_leaves_out_what_was_not_asked_for():
     body = json.loads(request_body(request(logprobs=False)))
     assert {"logprobs", "seed", "priority", "stop_token_ids", "model"}.isdisjoint(body)

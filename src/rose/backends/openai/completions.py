@@ -22,6 +22,15 @@ from rose.types import EngineRequest, FinishReason, TokenChunk, WeightVersion
 
 _FINISH_REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORTED}
 _TOKEN_PREFIX = "token_id:"  # noqa: S105 - how vLLM writes ids where OpenAI has texts
+_NEUTRAL: Mapping[str, Any] = {
+    "top_k": 0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+}
+"""What a server would take from the model's ``generation_config.json`` if it were left out: another distribution than was asked for."""
+
 _MAX_EVENT_BYTES = 64 << 20
 _BAD_REQUEST = range(400, 500)
 _NUMBERS, _INTEGERS = frozenset({int, float}), frozenset({int})
@@ -36,6 +45,7 @@ def request_body(request: EngineRequest, *, model: str | None = None) -> bytes:
     """
     sampling = request.sampling
     body: dict[str, Any] = {
+        **_NEUTRAL,
         "prompt": request.prompt_ids,
         "max_tokens": sampling.max_tokens,
         "temperature": sampling.temperature,
