@@ -65,7 +65,7 @@ class TestVllmServer(EngineContract):
         self.url = vllm_url
 
     async def make_engine(self) -> ServingEngine:
-        return OpenAiEngine(self.url)
+        return OpenAiEngine(self.url, vocab_size=self.vocab_size)  # without a tokenizer the server itself does not look
 
     async def release_engine(self, engine: ServingEngine) -> None:
         await engine.resume()

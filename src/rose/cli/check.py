@@ -120,7 +120,11 @@ async def _config(arguments: argparse.Namespace) -> CheckConfig:
     leases = _leases(arguments.lease)
     if arguments.target.startswith(_URLS):
         config = await config_of_url(
-            arguments.target, model=arguments.model, token_file=token_file, fencing_tokens=leases
+            arguments.target,
+            model=arguments.model,
+            vocab_size=arguments.vocab_size,
+            token_file=token_file,
+            fencing_tokens=leases,
         )
     else:
         config = load(CheckConfig, filled_path(arguments.target, option="URL|CONFIG"))

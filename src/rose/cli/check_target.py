@@ -65,7 +65,7 @@ class CheckConfig:
 
 
 async def config_of_url(
-    url: str, *, model: str | None, token_file: Path | None, fencing_tokens: tuple[int, ...]
+    url: str, *, model: str | None, vocab_size: int | None, token_file: Path | None, fencing_tokens: tuple[int, ...]
 ) -> CheckConfig:
     """Find out what listens at a URL; returns its configuration, with what it says of its model.
 
@@ -91,7 +91,7 @@ async def config_of_url(
             backend="remote", options={"url": url}, token_file=token_file, fencing_tokens=fencing_tokens
         )
         return CheckConfig(engine=entry)
-    options = {"url": url} if model is None else {"url": url, "model": model}
+    options = {"url": url, "model": model, "vocab_size": vocab_size}
     server = OpenAiEngine(url, model=model, token=token)
     try:
         max_model_len = await server.max_model_len()

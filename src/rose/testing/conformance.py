@@ -59,7 +59,7 @@ class SuiteConfig:
 
     Attributes:
         prompt: Token ids that the model takes.
-        vocab_size: Ids from here on must be refused; nothing: not known, ids that no model has are tried.
+        vocab_size: Ids from here on must be refused; nothing: not known, none are tried, for an unknown id ends some servers.
         max_model_len: Longest prompt and answer together, in tokens; nothing: not known, over-long prompts are not tried.
         long_tokens: Length of the streams that checks interrupt: long enough still to run a few milliseconds later.
         quiet_s: How long to watch that no token comes.

@@ -192,6 +192,17 @@ async def test_a_refusal_is_told_in_the_servers_words(status, body, kind, words)
     assert paths == ["/v1/completions"] * 2, "nothing is sent twice"
 
 
+@pytest.mark.parametrize(("vocab_size", "token"), [(100, 100), (100, -1), (None, -1)])
+async def test_unknown_token_ids_never_reach_the_server(vocab_size, token):
+    async with serve_openai(FakeEngine()) as (url, server):
+        engine = OpenAiEngine(url, vocab_size=vocab_size)
+        wanted = EngineRequest(request_id=RequestId("r"), prompt_ids=(1, token), sampling=Sampling(max_tokens=1))
+        with pytest.raises(RequestRefusedError, match=f"token id {token} is outside the vocabulary"):
+            await collect(engine, wanted)
+        await engine.close()
+        assert server.bodies == []
+
+
 async def test_a_connection_is_used_again():
     """Also where the end of the answer comes after its last token."""
     connections = set()

@@ -107,6 +107,7 @@ async def test_what_the_engine_or_the_settings_lack_cannot_be_checked():
     found = await findings(CannotPause, SuiteConfig(long_tokens=64, quiet_s=0.01), updater=None)
     why = {name: each.why for name, each in found.items() if each.verdict is Verdict.CANNOT}
     assert why["pause_keep_goes_on_where_it_was"] == "this server has no pause"
+    assert "vocab_size" in why["unknown_token_ids_are_refused"]
     assert "max_model_len" in why["an_over_long_prompt_is_refused"]
     assert "--weights" in why["streams_survive_an_activation"]
     assert not [name for name, each in found.items() if each.verdict is Verdict.FAIL]

@@ -62,6 +62,7 @@ class OpenAiEngine(ServingEngine):
         model: The server's name of the model; a server of one model does not need it.
         token: The bearer token (vLLM's ``--api-key``), where the server asks for one.
         version: The published version that the server's weights are, ``run:n``; nothing when they are none.
+        vocab_size: Number of the model's token ids: others are refused here. vLLM without a tokenizer does not look, and an unknown id ends it.
         kv_total_tokens: Size of the KV memory in tokens, where the server's metrics do not say.
         timeout_s: How long connecting, readings and short commands may take.
         clock: For the time stamps of snapshots.
@@ -75,6 +76,7 @@ class OpenAiEngine(ServingEngine):
         model: str | None = None,
         token: str | None = None,
         version: str | None = None,
+        vocab_size: int | None = None,
         kv_total_tokens: int = 0,
         timeout_s: float = 10.0,
         clock: Clock | None = None,
@@ -82,7 +84,7 @@ class OpenAiEngine(ServingEngine):
         self.url = url.rstrip("/").removesuffix("/v1")
         self.engine_id = EngineId(engine_id or self.url)
         self.weight_version = None if version is None else WeightVersion.parse(version)
-        self._model = model
+        self._model, self._vocab_size = model, vocab_size
         self._kv_total_tokens = kv_total_tokens
         self._clock = clock or MonotonicClock()
         self._client = OpenAiClient(self.url, engine_id=self.engine_id, token=token, timeout_s=timeout_s)
@@ -94,9 +96,7 @@ class OpenAiEngine(ServingEngine):
         return self._generate(request)
 
     async def _generate(self, request: EngineRequest) -> AsyncGenerator[TokenChunk, None]:
-        if request.request_id in self._streams:
-            message = f"request id {request.request_id} is in use on engine {self.engine_id}; ids must be fresh"
-            raise RequestRefusedError(message)
+        self._refuse_impossible(request)
         stream = self._streams[request.request_id] = _Stream()
         reader = CompletionReader(request, self.weight_version)
         try:
@@ -119,6 +119,18 @@ class OpenAiEngine(ServingEngine):
             del self._streams[request.request_id]
             if stream.answer is not None:
                 stream.answer.release()  # which closes the connection unless the answer was read to its end
+
+    def _refuse_impossible(self, request: EngineRequest) -> None:
+        if request.request_id in self._streams:
+            message = f"request id {request.request_id} is in use on engine {self.engine_id}; ids must be fresh"
+            raise RequestRefusedError(message)
+        lowest, highest = min(request.prompt_ids), max(request.prompt_ids)
+        if lowest < 0 or (self._vocab_size is not None and highest >= self._vocab_size):
+            wrong = lowest if lowest < 0 else highest
+            message = (
+                f"engine {self.engine_id}: token id {wrong} is outside the vocabulary [0, {self._vocab_size or ''})"
+            )
+            raise RequestRefusedError(message)
 
     async def _begin(self, stream: _Stream, request: EngineRequest) -> None:
         """Send the request and wait until its answer begins; an abort ends the wait.
