@@ -12,7 +12,8 @@ calling program, a wrong argument for instance, is a plain ``ValueError`` or ``T
     │   ├── EngineBusyError                    the engine is alive and refuses more work now (429, 503)
     │   │   └── EngineLeaseError (LeaseError)  it refuses work under this lease, which is over or was never its own
     │   ├── RequestRefusedError (ValueError)   the engine can never serve this request (too long, unknown token ids)
-    │   └── EngineFencedError                  the engine's weights are not known; it must not serve
+    │   ├── EngineFencedError                  the engine's weights are not known; it must not serve
+    │   └── EngineUnsupportedError (NotImplementedError)  this kind of engine, or its server as it was started, cannot do this at all
     ├── TransferError (RuntimeError)
     │   ├── LayoutMismatchError (ValueError)   unknown, missing, misshapen or mistyped tensors; names them
     │   ├── CorruptUpdateError (ValueError)    a checksum or a length does not match
@@ -76,6 +77,10 @@ class RequestRefusedError(EngineError, ValueError):
 
 class EngineFencedError(EngineError):
     """The engine's weights are not known to be any published version, so it must not serve rollouts."""
+
+
+class EngineUnsupportedError(EngineError, NotImplementedError):
+    """The engine cannot do what was asked, now or later; the message says what could."""
 
 
 class TransferError(RoseError, RuntimeError):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
@@ -58,7 +58,34 @@ def load(role: Role, name: str) -> type:
         ConfigError: No installed distribution offers that name, two offer it, or what it names is not of the role.
         BackendUnavailableError: The backend is there, but a library that it needs is not; names the extra to install.
     """
-    entry_point = _find(role, name)
+    return _loaded(role, _find(role, name))
+
+
+def load_class(role: Role, path: str) -> type:
+    """Import and return the class of a backend that no distribution offers yet. For a path that the user gave, never another process.
+
+    Args:
+        role: As of ``load``.
+        path: ``module:Class``.
+
+    Raises:
+        ConfigError: There is no such module or class, or it is not of the role.
+        BackendUnavailableError: A library that it needs is not there.
+    """
+    entry_point = EntryPoint(name=path, value=path, group=f"rose.{role}")
+    try:
+        return _loaded(role, entry_point)
+    except BackendUnavailableError:
+        raise
+    except (ImportError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        message = f"cannot import {path!r} ({error}); give module:Class, with the module's folder on PYTHONPATH"
+        raise ConfigError(message) from error
+
+
+def _loaded(role: Role, entry_point: EntryPoint) -> type:
+    name = entry_point.name
     try:
         backend = entry_point.load()
     except BackendUnavailableError:
@@ -174,7 +201,15 @@ def read_or_make_token(path: str | Path) -> str:
 
 
 def _make(role: Role, name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    backend = load(role, name)
+    return construct(role, name, load(role, name), args, options)
+
+
+def construct(role: Role, name: str, backend: type, args: Sequence[Any], options: Mapping[str, Any]) -> Any:
+    """Make a backend of a class that was loaded under ``name``.
+
+    Raises:
+        ConfigError: It does not take these arguments; says which it takes.
+    """
     parameters = inspect.signature(backend)
     try:
         parameters.bind(*args, **options)

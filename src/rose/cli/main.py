@@ -13,7 +13,8 @@ from importlib.metadata import version
 from typing import NoReturn
 
 try:
-    from rose.cli import bench, demo, doctor, export, ledger, lend, pool, relay, run, serve, shadow, simulate
+    from rose.cli import bench, check, demo, doctor, export, ledger, lend, lineage
+    from rose.cli import pool, relay, run, serve, shadow, simulate
     from rose.errors import ConfigError, RoseError
 except KeyboardInterrupt:  # Ctrl-C while modules load
     sys.stderr.write("rose: interrupted\n")
@@ -65,6 +66,8 @@ def build_parser() -> argparse.ArgumentParser:
     serve.add_command(commands, epilog=_EPILOG)
     export.add_command(commands, epilog=_EPILOG)
     ledger.add_command(commands, epilog=_EPILOG)
+    lineage.add_command(commands, epilog=_EPILOG)
+    check.add_command(commands, epilog=_EPILOG)
     doctor.add_command(commands)
     return parser
 

@@ -89,6 +89,18 @@ class ServingEngine(ABC):
 
 
 @runtime_checkable
+class SupportsStart(Protocol):
+    """The engine is made first and started later; until then it is lost. ``close`` ends it."""
+
+    async def start(self) -> None:
+        """Load the model; returns when the engine serves.
+
+        Raises:
+            EngineLostError: It did not start; the message says why.
+        """
+
+
+@runtime_checkable
 class SupportsKvBudget(Protocol):
     """The engine's share of its device's KV memory can be changed while it runs."""
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import attrs
 
 from rose.policies.routing import EngineState
-from rose.types import Activation, EngineId, EngineKind, FinishReason, HopEnd, LeaseId, RouteReason
+from rose.types import Activation, EngineId, EngineKind, FinishReason, Hop, HopEnd, LeaseId, RouteReason, VersionSpan
 
 
 @attrs.frozen(kw_only=True)
@@ -45,6 +45,8 @@ class TurnFinished:
     num_tokens: int
     num_hops: int
     duration_s: float
+    versions: tuple[VersionSpan, ...] = ()
+    hops: tuple[Hop, ...] = ()
 
 
 @attrs.frozen(kw_only=True)

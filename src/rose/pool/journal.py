@@ -65,6 +65,8 @@ class Journal:
                 num_tokens=len(result.token_ids),
                 num_hops=len(result.hops),
                 duration_s=now_s - record.arrived_s,
+                versions=result.versions,
+                hops=result.hops,
             )
         )
 

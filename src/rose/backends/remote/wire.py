@@ -39,6 +39,7 @@ _STATUS_OF = (
     (errors.StaleTrajectoryError, 409),
     (errors.GroupDroppedError, 422),
     (errors.NoEngineError, 503),
+    (errors.EngineUnsupportedError, 501),
     (errors.LedgerError, 503),
     (errors.DeadlineExceededError, 504),
 )
@@ -48,6 +49,7 @@ _BY_STATUS: Mapping[int, type[RoseError]] = {
     403: errors.ConfigError,
     422: RequestRefusedError,
     429: EngineBusyError,
+    501: errors.EngineUnsupportedError,
     502: EngineLostError,
     503: EngineBusyError,
     504: EngineLostError,
