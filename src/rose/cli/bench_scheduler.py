@@ -36,6 +36,9 @@ examples:
 
 """
 
+NOT_ASKED = "not asked for"
+"""Why a figure of a section that was left out is absent."""
+
 _SINGLES = (
     ("bytes_per_trajectory", "memory of a live trajectory", "bytes"),
     ("affinity_kept_fraction", "turns kept on their engine, of those that could be", ""),
@@ -119,7 +122,11 @@ def scheduler_tables(report: Mapping[str, Any]) -> RenderableType:
     if report["dead_server"]:
         parts.append(Text(_black_hole("rose", report["dead_server"])))
         parts += [Text(_black_hole(name, report["dead_server"][name])) for name in ("burst", "verl_like")]
-    parts += [Text(f"{name}: not measured, {why}", style="yellow") for name, why in report["skipped"].items()]
+    parts += [
+        Text(f"{name}: not measured, {why}", style="yellow")
+        for name, why in report["skipped"].items()
+        if why != NOT_ASKED
+    ]
     return Group(*parts)
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import contextlib
+from collections.abc import AsyncIterator, Callable, Coroutine
 from random import Random
+from typing import Any
 
 import attrs
 
@@ -47,17 +49,27 @@ class Arrivals:
         return self._prompts[number % len(self._prompts)]
 
 
-async def run_open_loop(arrivals: Arrivals, run_turn: Callable[[int], Awaitable[None]]) -> list[float]:
-    """Start each turn at its time and wait for all; returns how late each was started, in seconds."""
+async def run_open_loop(arrivals: Arrivals, run_turn: Callable[[int], Coroutine[Any, Any, None]]) -> list[float]:
+    """Start each turn at its time and wait for all; returns how late each was started, in seconds.
+
+    Raises:
+        RoseError: The first turn that failed; the others were cancelled.
+    """
     loop = asyncio.get_running_loop()
     begun_s, late_s = loop.time(), []
-    async with asyncio.TaskGroup() as turns:
+    async with all_or_first_error() as turns:
         for number, at_s in enumerate(arrivals.times_s):
             await asyncio.sleep(begun_s + at_s - loop.time())
             late_s.append(max(0.0, loop.time() - begun_s - at_s))
-            turns.create_task(_as_coroutine(run_turn(number)))
+            turns.create_task(run_turn(number))
     return late_s
 
 
-async def _as_coroutine(work: Awaitable[None]) -> None:
-    await work
+@contextlib.asynccontextmanager
+async def all_or_first_error() -> AsyncIterator[asyncio.TaskGroup]:
+    """Give a task group whose first error is raised as it is."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            yield group
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from None

@@ -19,13 +19,14 @@ from typing import Any
 
 import attrs
 
-from rose.bench.scheduler.arrivals import Arrivals, run_open_loop
+from rose.bench.scheduler.arrivals import Arrivals, all_or_first_error, run_open_loop
 from rose.bench.scheduler.decisions import P99, percentile
 from rose.bench.scheduler.http_engine import Answer
-from rose.bench.scheduler.peers import ROUTERS, find_router, http_engines, router, router_version
-from rose.bench.scheduler.routes import CompletionsRoute, GenerateRoute, RemoteRoute, Route
+from rose.bench.scheduler.peers import ROUTERS, find_router, http_engines, pool_host, router, router_version
+from rose.bench.scheduler.routes import CompletionsRoute, GenerateRoute, PoolRoute, RemoteRoute, Route
 from rose.bench.scheduler.settings import SchedulerSettings
 from rose.errors import BackendUnavailableError, EngineError
+from rose.pool import RolloutPool
 
 ANSWER = Answer()
 PROCESSES = ((ANSWER, ANSWER), (ANSWER, ANSWER))
@@ -66,7 +67,7 @@ async def _measure(settings: SchedulerSettings, urls: Sequence[str], tell: Calla
     skipped: dict[str, str] = {}
     versions: dict[str, str] = {}
     async with contextlib.AsyncExitStack() as stack:
-        ways = await _straight(stack, urls)
+        ways = [*await _straight(stack, urls), *await _through_pool(stack, urls)]
         for name in ROUTERS:
             try:
                 path = find_router(name, settings.peers)
@@ -105,6 +106,18 @@ async def _straight(stack: contextlib.AsyncExitStack, urls: Sequence[str]) -> li
     for way in ways:
         stack.push_async_callback(way.route.close)
     return ways
+
+
+async def _through_pool(stack: contextlib.AsyncExitStack, urls: Sequence[str]) -> list[Way]:
+    """Start a pool; its clients stream from the engines, or send everything through it."""
+    started = stack.enter_context(pool_host(urls))
+    pool = await stack.enter_async_context(RolloutPool.connect(started.url))
+    gateway = CompletionsRoute(started.url)
+    stack.push_async_callback(gateway.close)
+    return [
+        Way(name="rose", route=PoolRoute(pool), baseline="direct-rose", pid=started.pid),
+        Way(name="rose-gateway", route=gateway, baseline="direct", pid=started.pid),
+    ]
 
 
 async def _behind(stack: contextlib.AsyncExitStack, name: str, path: str, urls: Sequence[str]) -> list[Way]:
@@ -173,7 +186,7 @@ async def _closed_loop(way: Way, arrivals: Arrivals, duration_s: float, num_call
             number += num_callers
             num_turns += 1
 
-    async with asyncio.TaskGroup() as callers:
+    async with all_or_first_error() as callers:
         for number in range(num_callers):
             callers.create_task(call(number))
     return num_turns / (time.perf_counter() - begun_s)

@@ -125,6 +125,17 @@ def http_engines(processes: Sequence[Sequence[Answer]]) -> Iterator[list[str]]:
         yield urls
 
 
+@contextlib.contextmanager
+def pool_host(urls: Sequence[str]) -> Iterator[Started]:
+    """Run a pool over engines, and its service.
+
+    Raises:
+        EngineLostError: It ended.
+    """
+    with running([sys.executable, "-m", "rose.bench.scheduler.pool_host", *urls]) as process:
+        yield Started(_first_line(process).strip(), process.pid)
+
+
 def _first_line(process: subprocess.Popen[str]) -> str:
     """Return what a process printed first."""
     line = process.stdout.readline() if process.stdout is not None else ""

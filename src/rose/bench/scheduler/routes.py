@@ -14,7 +14,8 @@ import aiohttp
 from rose.backends.remote import RemoteEngine
 from rose.bench.scheduler.http_engine import MODEL
 from rose.errors import EngineError
-from rose.types import EngineRequest, RequestId, Sampling
+from rose.pool.remote_pool import RemotePool
+from rose.types import EngineRequest, RequestId, Sampling, Turn
 
 _IDLE_S = 30.0
 
@@ -85,7 +86,7 @@ class CompletionsRoute(StreamRoute):
     def body(self, prompt_ids: tuple[int, ...], max_tokens: int) -> dict[str, Any]:
         """Return what is asked."""
         asked = {"model": MODEL, "prompt": prompt_ids, "max_tokens": max_tokens, "temperature": 1.0}
-        return {**asked, "stream": True, "logprobs": 0, "return_token_ids": True}
+        return {**asked, "stream": True, "logprobs": 1, "return_token_ids": True}
 
     def take(self, event: Any, tokens: list[int], logprobs: list[float]) -> None:
         """Add what an event brings."""
@@ -128,3 +129,21 @@ class RemoteRoute(Route):
         async with contextlib.AsyncExitStack() as stack:
             for engine in self._engines:
                 stack.push_async_callback(engine.close)
+
+
+class PoolRoute(Route):
+    """``RolloutPool.connect``: the pool decides, the turn streams from the engine."""
+
+    def __init__(self, pool: RemotePool) -> None:
+        self._pool = pool
+
+    async def run_turn(self, number: int, prompt_ids: tuple[int, ...], max_tokens: int) -> int:
+        """Run a turn."""
+        turn = Turn(
+            trajectory_id=f"t{number}",
+            group_id=f"g{number // 16}",
+            prompt_ids=prompt_ids,
+            sampling=Sampling(max_tokens=max_tokens),
+        )
+        result = await self._pool.generate(turn)
+        return len(result.token_ids) if len(result.token_ids) == len(result.logprobs) else 0
