@@ -118,7 +118,7 @@ def test_a_process_that_ends_at_once_is_reported(monkeypatch):
 
 
 def test_a_router_that_is_not_there_is_named(tmp_path):
-    with pytest.raises(BackendUnavailableError, match="there is no smg in .*--peers"):
+    with pytest.raises(BackendUnavailableError, match=r"there is no smg in .*--peers"):
         find_router("smg", str(tmp_path))
 
 

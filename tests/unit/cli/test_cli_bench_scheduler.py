@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from rich.console import Console
 
 from rose.bench.scheduler import report
 from rose.cli.bench_scheduler import scheduler_tables
@@ -97,8 +98,6 @@ FOUND = {
 
 
 def test_the_tables_show_what_was_measured(capsys):
-    from rich.console import Console
-
     Console(width=120).print(scheduler_tables(FOUND))
 
     shown = capsys.readouterr().out
@@ -109,10 +108,9 @@ def test_the_tables_show_what_was_measured(capsys):
 
 
 def test_drawings_are_made_of_what_there_is(tmp_path):
-    pytest.importorskip("matplotlib")
-    from rose.bench.scheduler.drawings import draw_plots
+    drawings = pytest.importorskip("rose.bench.scheduler.drawings", reason="needs matplotlib", exc_type=ImportError)
 
-    names = [path.name for path in draw_plots(tmp_path, FOUND)]
+    names = [path.name for path in drawings.draw_plots(tmp_path, FOUND)]
 
     assert names == ["scheduler-by-engines.svg", "scheduler-gateway.svg"]
-    assert draw_plots(tmp_path, dict.fromkeys(report.KEYS)) == ()
+    assert drawings.draw_plots(tmp_path, dict.fromkeys(report.KEYS)) == ()
