@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import heapq
 import itertools
-import math
 import time
 from collections.abc import Sequence
 from random import Random
@@ -19,8 +18,7 @@ from random import Random
 import attrs
 
 from rose.bench.scheduler.engines import BenchEngine, reading
-from rose.policies.routing import Circuit, EngineState
-from rose.policies.staleness import is_admissible
+from rose.policies.routing import Assign, RoutingIndex
 from rose.pool import PoolConfig
 from rose.pool.actions import Action, SettleTurn, StartAttempt
 from rose.pool.membership import Member
@@ -247,10 +245,8 @@ class Drive:
 
 
 def can_take(member: Member, record: TurnRecord) -> bool:
-    """Tell whether an engine has a place for a turn now: ready, of an admissible version, with a slot and KV room for all of it."""
-    view = member.view()
-    if view.state is not EngineState.READY or view.circuit is not Circuit.CLOSED or view.num_in_flight >= CAP:
-        return False
-    room = math.inf if view.kv_total_tokens is None else view.kv_total_tokens - view.kv_reserved_tokens
-    needed = record.num_prompt_tokens + record.num_left_tokens
-    return needed <= room and is_admissible(record.versions, view.version, RUN)
+    """Tell whether an engine has a place for a turn now: whether the policy would choose it if there were no other."""
+    index = RoutingIndex(PoolConfig().routing)
+    index.run = RUN
+    index.put(member.view())
+    return isinstance(index.choose(record.view()), Assign)
