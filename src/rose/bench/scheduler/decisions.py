@@ -13,12 +13,15 @@ from typing import Any
 
 import attrs
 
-from rose.bench.scheduler.drive import CAP, Clockwork, Drive, DriveLoad
+from rose.bench.scheduler.drive import CAP, MEAN_TURN_S, Clockwork, Drive, DriveLoad
 from rose.errors import RoseError
 from rose.policies.routing import Assign
 from rose.pool.turns import Attempt
+from rose.types import RouteReason
 
 LOAD_FRACTION = 0.75
+AFFINITY_LOADS = (0.5, 0.9, 1.2)
+ENVIRONMENT_S = 0.5
 P99 = 0.99
 _US = 1e6
 
@@ -141,11 +144,21 @@ def measure_affinity(num_engines: int, num_turns: int) -> dict[str, Any]:
     Environments take half as long as turns, so that others take places meanwhile; at the highest load a part of the turns waits.
     """
     found = {}
-    for load_fraction in (0.5, 0.9, 1.2):
-        num_trajectories = int(num_engines * CAP * load_fraction * 1.5)
-        drive = Drive(DriveLoad(num_engines=num_engines, num_trajectories=num_trajectories, environment_s=0.5))
+    for load_fraction in AFFINITY_LOADS:
+        num_trajectories = int(num_engines * CAP * load_fraction * (1 + ENVIRONMENT_S / MEAN_TURN_S))
+        load = DriveLoad(num_engines=num_engines, num_trajectories=num_trajectories, environment_s=ENVIRONMENT_S)
+        drive = Drive(load)
         drive.fill()
         drive.run(num_turns)
-        found[f"{load_fraction:g}"] = {"could_keep": drive.num_could_keep, "kept": drive.num_kept}
+        reasons = {reason.value: count for reason, count in sorted(drive.could_keep.items(), key=_name)}
+        found[f"{load_fraction:g}"] = {
+            "could_keep": drive.could_keep.total(),
+            "kept": drive.num_kept,
+            "by_reason": reasons,
+        }
     kept, could = (sum(row[key] for row in found.values()) for key in ("kept", "could_keep"))
     return {"by_load": found, "fraction": kept / could if could else 1.0}
+
+
+def _name(item: tuple[RouteReason, int]) -> str:
+    return item[0].value

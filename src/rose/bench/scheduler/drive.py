@@ -12,6 +12,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import time
+from collections import Counter
 from collections.abc import Sequence
 from random import Random
 
@@ -31,6 +32,7 @@ from rose.types import (
     EngineKind,
     Exactly,
     FinishReason,
+    RouteReason,
     Sampling,
     TokenChunk,
     Turn,
@@ -101,13 +103,15 @@ class Drive:
         clockwork: What the core's visits took.
         now_s: Virtual time.
         num_settled: Turns that ended.
-        num_could_keep: Later turns of a trajectory whose last engine had a place for them when they were routed.
-        num_kept: Those of them that were sent there.
+        could_keep: Later turns of a trajectory whose last engine had a place for them when they were routed, by why they were sent
+            where they were sent.
+        num_kept: Those of them that were sent to that engine.
     """
 
     def __init__(self, load: DriveLoad) -> None:
         self.now_s = 0.0
-        self.num_settled = self.num_could_keep = self.num_kept = 0
+        self.num_settled = self.num_kept = 0
+        self.could_keep: Counter[RouteReason] = Counter()
         self.state = PoolState(PoolConfig(), name=RUN, seed=load.seed)
         self.clockwork = Clockwork()
         self.rng = Random(load.seed)
@@ -202,7 +206,7 @@ class Drive:
         if last is not None and not record.hops:
             is_kept = attempt.member is last
             self.num_kept += is_kept
-            self.num_could_keep += is_kept or can_take(last, record)
+            self.could_keep[attempt.reason] += is_kept or can_take(last, record)
 
     def _expect(self, attempt: Attempt) -> None:
         """Set the time of an attempt's next chunk."""
