@@ -143,7 +143,7 @@ def measure_affinity(num_engines: int, num_turns: int) -> dict[str, Any]:
 
     Environments take half as long as turns, so that others take places meanwhile; at the highest load a part of the turns waits.
     """
-    found = {}
+    found: dict[str, dict[str, Any]] = {}
     for load_fraction in AFFINITY_LOADS:
         num_trajectories = int(num_engines * CAP * load_fraction * (1 + ENVIRONMENT_S / MEAN_TURN_S))
         load = DriveLoad(num_engines=num_engines, num_trajectories=num_trajectories, environment_s=ENVIRONMENT_S)
