@@ -121,7 +121,9 @@ def scheduler_tables(report: Mapping[str, Any]) -> RenderableType:
             parts.append(Text(f"{label}: {report[key]:.4g} {unit}".rstrip()))
     if report["dead_server"]:
         parts.append(Text(_black_hole("rose", report["dead_server"])))
-        parts += [Text(_black_hole(name, report["dead_server"][name])) for name in ("burst", "verl_like")]
+        others = {name: report["dead_server"][name] for name in ("burst", "verl_like")}
+        others |= {f"{name} over HTTP": found for name, found in report["dead_server"]["http"].items()}
+        parts += [Text(_black_hole(name, found)) for name, found in others.items()]
     parts += [
         Text(f"{name}: not measured, {why}", style="yellow")
         for name, why in report["skipped"].items()

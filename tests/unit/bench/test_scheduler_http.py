@@ -12,9 +12,10 @@ import pytest
 
 from rose.bench.scheduler import peers
 from rose.bench.scheduler.arrivals import Arrivals
+from rose.bench.scheduler.dead_http import _num_lost, _num_requests, measure_dead_http
 from rose.bench.scheduler.gateway import Way, _closed_loop, _cpu_s, _figures, _open_loop, _run_turn, measure_gateway
 from rose.bench.scheduler.http_engine import Answer, EngineProtocol, Pages
-from rose.bench.scheduler.peers import find_router, http_engines, router, router_version, running
+from rose.bench.scheduler.peers import find_router, http_engines, router, router_versions, running
 from rose.bench.scheduler.report import ahead_of_routers
 from rose.bench.scheduler.routes import CompletionsRoute, GenerateRoute, RemoteRoute, Route
 from rose.bench.scheduler.settings import SchedulerSettings
@@ -154,7 +155,7 @@ def test_a_router_serves_and_ends(tmp_path, name):
 
     with pytest.raises(ProcessLookupError):
         os.kill(started.pid, 0)
-    assert router_version(path, name) == "unknown"
+    assert router_versions(str(tmp_path)) == {name: "unknown"}
 
 
 def test_a_router_that_does_not_come_up_is_reported(tmp_path, monkeypatch):
@@ -248,6 +249,28 @@ def test_cpu_time_is_this_process_own():
     assert _cpu_s(os.getpid()) > 0.0
     assert _cpu_s(None) == 0.0
     assert _cpu_s(2**30) == 0.0
+
+
+async def test_an_engine_counts_its_turns_and_fails_those_of_a_stream(serve):
+    url = await serve(attrs.evolve(ANSWER, is_dead=True))
+    way = Way(name="x", route=CompletionsRoute(url), baseline="x")
+    arrivals = Arrivals(rate_per_s=200, duration_s=0.05, prompt_tokens=(1, 2))
+    try:
+        num_lost = await _num_lost(way, arrivals)
+    finally:
+        await way.route.close()
+
+    assert num_lost == len(arrivals.times_s) == await _num_requests(url)
+
+
+def test_a_dead_server_over_http_loses_the_pool_nothing(tmp_path):
+    settings = SchedulerSettings(peers=str(tmp_path)).quick()
+
+    found = measure_dead_http(settings, lambda text: None)
+
+    assert set(found) == {"rose"}
+    assert found["rose"].lost == 0
+    assert 0 < found["rose"].sent_to_dead < found["rose"].requests
 
 
 def test_every_way_is_measured_and_absent_routers_are_skipped(tmp_path):

@@ -65,10 +65,10 @@ def test_quick_is_small_and_keeps_other_options(seen, capsys):
 
 
 def test_json_is_one_object_and_a_file(here, capsys):
-    assert main([*RUN, "--only", "dead-server", "--quick", "--json", "--out", "out"]) == 0
+    assert main([*RUN, "--only", "affinity", "--quick", "--json", "--out", "out"]) == 0
 
     printed = json.loads(capsys.readouterr().out)
-    assert printed["dead_server"]["lost"] == 0
+    assert 0.0 <= printed["affinity_kept_fraction"] <= 1.0
     assert json.loads((here / "out" / "scheduler.json").read_text(encoding="utf-8")) == printed
 
 
@@ -91,7 +91,12 @@ FOUND = {
     "by_trajectories": [],
     "gateway": {"rose": WAY},
     "bytes_per_trajectory": 4664.0,
-    "dead_server": {**HOLE, "burst": HOLE, "verl_like": {**HOLE, "lost": 397}},
+    "dead_server": {
+        **HOLE,
+        "burst": HOLE,
+        "verl_like": {**HOLE, "lost": 397},
+        "http": {"smg": {**HOLE, "sent_to_dead": 77}},
+    },
     "skipped": {"smg": "there is no smg", "affinity": "not asked for"},
     "failed": {},
 }
@@ -101,7 +106,15 @@ def test_the_tables_show_what_was_measured(capsys):
     Console(width=120).print(scheduler_tables(FOUND))
 
     shown = capsys.readouterr().out
-    for part in ("54321", "99.5", "0.75", "4664 bytes", "dead server, rose: 0 of 400 lost, 3 sent to it", "397 of 400"):
+    for part in (
+        "54321",
+        "99.5",
+        "0.75",
+        "4664 bytes",
+        "dead server, rose: 0 of 400 lost, 3 sent to it",
+        "397 of 400",
+        "77 sent",
+    ):
         assert part in shown
     assert "smg: not measured, there is no smg" in shown
     assert "not asked for" not in shown

@@ -22,7 +22,7 @@ import attrs
 from rose.bench.scheduler.arrivals import Arrivals, all_or_first_error, run_open_loop
 from rose.bench.scheduler.decisions import P99, percentile
 from rose.bench.scheduler.http_engine import Answer
-from rose.bench.scheduler.peers import ROUTERS, find_router, http_engines, pool_host, router, router_version
+from rose.bench.scheduler.peers import ROUTERS, find_router, http_engines, pool_host, router
 from rose.bench.scheduler.routes import CompletionsRoute, GenerateRoute, PoolRoute, RemoteRoute, Route
 from rose.bench.scheduler.settings import SchedulerSettings
 from rose.errors import BackendUnavailableError, EngineError
@@ -31,6 +31,7 @@ from rose.pool import RolloutPool
 ANSWER = Answer()
 PROCESSES = ((ANSWER, ANSWER), (ANSWER, ANSWER))
 WARM_UP_S = 1.0
+GATEWAY = "rose-gateway"
 _MS = 1e3
 
 
@@ -54,7 +55,7 @@ class Way:
 
 
 def measure_gateway(settings: SchedulerSettings, tell: Callable[[str], None]) -> dict[str, Any]:
-    """Measure every way that is there; returns ``gateway``, ``gateway_setting``, ``router_versions`` and what was ``skipped``.
+    """Measure every way that is there; returns ``gateway``, ``gateway_setting`` and what was ``skipped``.
 
     Raises:
         EngineError: An engine or a router failed a turn, or did not start.
@@ -64,18 +65,9 @@ def measure_gateway(settings: SchedulerSettings, tell: Callable[[str], None]) ->
 
 
 async def _measure(settings: SchedulerSettings, urls: Sequence[str], tell: Callable[[str], None]) -> dict[str, Any]:
-    skipped: dict[str, str] = {}
-    versions: dict[str, str] = {}
     async with contextlib.AsyncExitStack() as stack:
-        ways = [*await _straight(stack, urls), *await _through_pool(stack, urls)]
-        for name in ROUTERS:
-            try:
-                path = find_router(name, settings.peers)
-            except BackendUnavailableError as error:
-                skipped[name] = str(error)
-                continue
-            versions[name] = router_version(path, name)
-            ways += await _behind(stack, name, path, urls)
+        between, absent = await ways_between(stack, settings, urls)
+        ways = [*await _straight(stack, urls), *between]
         gc.collect()
         gc.freeze()  # what is there stays: no pauses for it
         try:
@@ -92,9 +84,23 @@ async def _measure(settings: SchedulerSettings, urls: Sequence[str], tell: Calla
             "rounds": settings.num_rounds,
             "callers": settings.num_callers,
         },
-        "router_versions": versions,
-        "skipped": skipped,
+        "skipped": absent,
     }
+
+
+async def ways_between(
+    stack: contextlib.AsyncExitStack, settings: SchedulerSettings, urls: Sequence[str]
+) -> tuple[list[Way], dict[str, str]]:
+    """Start everything that can stand between callers and engines; gives the ways, and why a router is absent."""
+    ways, absent = await _through_pool(stack, urls), dict[str, str]()
+    for name in ROUTERS:
+        try:
+            path = find_router(name, settings.peers)
+        except BackendUnavailableError as error:
+            absent[name] = str(error)
+        else:
+            ways += await _behind(stack, name, path, urls)
+    return ways, absent
 
 
 async def _straight(stack: contextlib.AsyncExitStack, urls: Sequence[str]) -> list[Way]:
@@ -116,7 +122,7 @@ async def _through_pool(stack: contextlib.AsyncExitStack, urls: Sequence[str]) -
     stack.push_async_callback(gateway.close)
     return [
         Way(name="rose", route=PoolRoute(pool), baseline="direct-rose", pid=started.pid),
-        Way(name="rose-gateway", route=gateway, baseline="direct", pid=started.pid),
+        Way(name=GATEWAY, route=gateway, baseline="direct", pid=started.pid),
     ]
 
 

@@ -23,6 +23,9 @@ from rose.bench.scheduler.engines import reading
 from rose.types import FinishReason, TokenChunk, WeightVersion
 
 MODEL = "bench"
+COUNT_PATH = "/bench/requests"
+"""Tells how many turns an engine was sent."""
+
 _VERSION = WeightVersion("bench", 1)
 _HEAD_END = b"\r\n\r\n"
 _LENGTH = b"content-length:"
@@ -110,10 +113,11 @@ def _stream(content_type: str, payloads: Sequence[bytes]) -> list[bytes]:
 
 
 class Pages:
-    """Everything that an engine can say, encoded beforehand."""
+    """Everything that an engine can say, encoded beforehand, and how often it was sent a turn."""
 
     def __init__(self, answer: Answer) -> None:
         self.answer = answer
+        self.num_turns = 0
         chunks = answer.token_chunks()
         self.streams = {
             b"/v1/completions": _stream("text/event-stream", [_as_completion(chunk) for chunk in chunks]),
@@ -168,7 +172,10 @@ class EngineProtocol(asyncio.Protocol):
 
     def _answer(self, path: bytes) -> None:
         writes = self._pages.streams.get(path)
-        if writes is None:
+        self._pages.num_turns += writes is not None
+        if path == COUNT_PATH.encode():
+            self._write(_whole(str(self._pages.num_turns).encode()))
+        elif writes is None:
             self._write(self._pages.pages.get(path, self._pages.other))
         elif self._pages.answer.is_dead:
             self._write(self._pages.failure)

@@ -82,10 +82,17 @@ def find_router(name: str, folder: str | None) -> str:
     return found
 
 
-def router_version(path: str, name: str) -> str:
-    """Return the version of an installed router, from the environment that it is in; ``unknown`` where that does not say."""
-    python = Path(path).parent / "python"
-    code = f"from importlib.metadata import version; print(version({ROUTERS[name].program!r}))"
+def router_versions(folder: str | None) -> dict[str, str]:
+    """Return the versions of the routers that are installed, from the environments that they are in; ``unknown`` where these do not say."""
+    versions = {}
+    for name in ROUTERS:
+        with contextlib.suppress(BackendUnavailableError):
+            versions[name] = _version(Path(find_router(name, folder)).parent / "python", ROUTERS[name].program)
+    return versions
+
+
+def _version(python: Path, package: str) -> str:
+    code = f"from importlib.metadata import version; print(version({package!r}))"
     try:
         asked = subprocess.run([str(python), "-c", code], capture_output=True, text=True, check=False)
     except OSError:

@@ -14,11 +14,13 @@ import attrs
 
 from rose.bench import machine
 from rose.bench.scheduler.arrivals import Arrivals
+from rose.bench.scheduler.dead_http import measure_dead_http
 from rose.bench.scheduler.dead_server import measure_dead_server
 from rose.bench.scheduler.decisions import Costs, by_engines, by_trajectories, measure_affinity
 from rose.bench.scheduler.gateway import measure_gateway
 from rose.bench.scheduler.inprocess import measure_inprocess
 from rose.bench.scheduler.memory import bytes_per_trajectory
+from rose.bench.scheduler.peers import router_versions
 from rose.bench.scheduler.settings import SECTIONS, SchedulerSettings
 from rose.errors import RoseError
 
@@ -57,11 +59,11 @@ def run(settings: SchedulerSettings, tell: Tell) -> dict[str, Any]:
         "memory": lambda: {"bytes_per_trajectory": bytes_per_trajectory(settings.num_memory_trajectories)},
         "affinity": lambda: _affinity(settings),
         "in-process": lambda: _inprocess(settings),
-        "dead-server": lambda: {"dead_server": measure_dead_server()},
+        "dead-server": lambda: _dead_server(settings, tell),
         "gateway": lambda: _gateway(settings, tell),
     }
     before = machine.machine()
-    found: dict[str, Any] = {"section_s": {}, "skipped": {}, "failed": {}, "router_versions": {}}
+    found: dict[str, Any] = {"section_s": {}, "skipped": {}, "failed": {}}
     for name in SECTIONS:
         if name in settings.only:
             tell(name)
@@ -72,7 +74,6 @@ def run(settings: SchedulerSettings, tell: Tell) -> dict[str, Any]:
                 found["failed"][name] = str(error)
             found["section_s"][name] = time.monotonic() - section_s
     skipped = {key: "not asked for" for key, name in KEYS.items() if name not in settings.only}
-    router_versions = found.pop("router_versions")
     return {
         "schema": SCHEMA,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -81,7 +82,7 @@ def run(settings: SchedulerSettings, tell: Tell) -> dict[str, Any]:
         "skipped": skipped | found["skipped"],
         "wall_s": time.monotonic() - begun_s,
         "machine": before,
-        "versions": {**machine.versions(_PACKAGES), **router_versions},
+        "versions": {**machine.versions(_PACKAGES), **router_versions(settings.peers)},
         "commit": machine.commit(),
     }
 
@@ -115,6 +116,11 @@ def _inprocess(settings: SchedulerSettings) -> dict[str, Any]:
         Arrivals(rate_per_s=settings.rate_per_s, duration_s=settings.duration_s, seed=settings.seed)
     )
     return {"inprocess_added_p99_ms": found["added_p99_ms"], "inprocess": found}
+
+
+def _dead_server(settings: SchedulerSettings, tell: Tell) -> dict[str, Any]:
+    over_http = {name: attrs.asdict(hole) for name, hole in measure_dead_http(settings, tell).items()}
+    return {"dead_server": {**measure_dead_server(), "http": over_http}}
 
 
 def _gateway(settings: SchedulerSettings, tell: Tell) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import itertools
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import aiohttp
 
@@ -64,18 +64,28 @@ class StreamRoute(Route):
         """Run a turn."""
         url, tokens, logprobs = next(self._urls), list[int](), list[float]()
         body = json.dumps(self.body(prompt_ids, max_tokens), separators=(",", ":")).encode()
-        async with self._session.post(url, data=body) as answer:
-            if answer.status != 200:  # noqa: PLR2004
-                message = f"{url} answered {answer.status}: {(await answer.text())[:200]}"
-                raise EngineError(message)
-            async for line in answer.content:
-                if line.startswith(b"data: {"):
-                    self.take(json.loads(line[6:]), tokens, logprobs)
+        try:
+            async with self._session.post(url, data=body) as answer:
+                if answer.status != 200:  # noqa: PLR2004
+                    _fail(url, f"{answer.status}: {(await answer.text())[:200]}")
+                async for line in answer.content:
+                    if line.startswith(b"data: {"):
+                        event = json.loads(line[6:])
+                        if "error" in event:
+                            _fail(url, str(event["error"]))
+                        self.take(event, tokens, logprobs)
+        except aiohttp.ClientError as error:
+            _fail(url, str(error), error)
         return len(tokens) if len(tokens) == len(logprobs) else 0
 
     async def close(self) -> None:
         """Close the connections."""
         await self._session.close()
+
+
+def _fail(url: str, what: str, cause: Exception | None = None) -> NoReturn:
+    message = f"{url} answered {what}"
+    raise EngineError(message) from cause
 
 
 class CompletionsRoute(StreamRoute):

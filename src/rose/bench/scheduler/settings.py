@@ -31,6 +31,7 @@ class SchedulerSettings:
         closed_s: Length of a closed loop.
         num_callers: Callers in a closed loop.
         num_rounds: In each, every way to the engines has its open and its closed loop.
+        num_dead_requests: Turns, on average, that meet a dead server over HTTP.
         seed: Of everything.
     """
 
@@ -47,6 +48,7 @@ class SchedulerSettings:
     closed_s: float = attrs.field(default=3.0, validator=checks.number(above=0))
     num_callers: int = attrs.field(default=32, validator=checks.integer(1))
     num_rounds: int = attrs.field(default=5, validator=checks.integer(1))
+    num_dead_requests: int = attrs.field(default=400, validator=checks.integer(1))
     seed: int = attrs.field(default=0, validator=checks.integer(0))
 
     def quick(self) -> Self:
@@ -64,4 +66,5 @@ class SchedulerSettings:
             closed_s=0.2,
             num_callers=8,
             num_rounds=1,
+            num_dead_requests=30,
         )
