@@ -17,8 +17,8 @@ from rose.bench.scheduler.peers import http_engines
 from rose.bench.scheduler.settings import SchedulerSettings
 from rose.errors import RoseError
 
-ANSWER = Answer(chunk_s=0.25)
-PROCESSES = ((ANSWER, ANSWER), (ANSWER, attrs.evolve(ANSWER, is_dead=True)))
+ANSWER = Answer(chunk_s=0.1)
+PROCESSES = ((attrs.evolve(ANSWER, is_dead=True), ANSWER), (ANSWER, ANSWER))  # the first ones are dedicated
 RATE_PER_S = 100.0
 PROMPT_TOKENS = (64, 256)
 
@@ -46,9 +46,9 @@ async def _measure(
     async with contextlib.AsyncExitStack() as stack:
         ways, _ = await ways_between(stack, settings, urls)
         for way in (way for way in ways if way.name != GATEWAY):  # its pool is that of the way before, and has learned
-            before = await _num_requests(urls[-1])
+            before = await _num_requests(urls[0])
             lost = await _num_lost(way, arrivals)
-            sent = await _num_requests(urls[-1]) - before
+            sent = await _num_requests(urls[0]) - before
             found[way.name] = BlackHole(requests=len(arrivals.times_s), lost=lost, sent_to_dead=sent)
             tell(f"dead server, {way.name}: {lost} lost, {sent} sent to it")
     return found
