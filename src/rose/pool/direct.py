@@ -20,7 +20,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -51,6 +51,7 @@ REPORT_S = 0.5
 """Longest time without a word of a client that has turns."""
 
 _SENT = ("max_tokens", "stop_token_ids", "logprobs")
+_OTHERS = tuple(field.name for field in attrs.fields(Turn) if field.name not in {"prompt_ids", "sampling", "versions"})
 
 
 @attrs.frozen(kw_only=True)
@@ -64,6 +65,7 @@ class Start:
         engine_id: The engine, for the result's hops.
         reason: Why there.
         address: How to reach it; ``None``: through the pool.
+        max_tokens: Most tokens to ask for.
         num_kept: Tokens of the turn that the pool has; the client drops what it has beyond.
         hops: Attempts before this one.
         run: Of the pool's weights.
@@ -77,6 +79,7 @@ class Start:
     engine_id: str
     reason: RouteReason
     address: EngineAddress | None
+    max_tokens: int
     num_kept: int
     hops: tuple[Hop, ...]
     run: str | None
@@ -84,14 +87,30 @@ class Start:
     versions: VersionConstraint
 
 
+@attrs.frozen(kw_only=True)
+class Report:
+    """What a client says of an attempt.
+
+    Attributes:
+        turn_id: The client's id of the turn.
+        attempt: Which attempt.
+        start: How many tokens of the turn come before ``chunks``.
+        chunks: Tokens.
+        end: How the stream ended, if it did: an error as it crosses elsewhere.
+    """
+
+    turn_id: str
+    attempt: int
+    start: int
+    chunks: Sequence[TokenChunk] = ()
+    end: FinishReason | Mapping[str, Any] | None = None
+
+
 def submit_to_wire(turn_id: str, turn: Turn) -> list[Any]:
     """Return ``submit``: all of a turn that routing and accounts need."""
-    rest = {
-        field.name: to_plain(getattr(turn, field.name))
-        for field in attrs.fields(Turn)
-        if field.name not in {"prompt_ids", "sampling", "versions"} and getattr(turn, field.name) is not None
-    }
-    sampling = {name: to_plain(getattr(turn.sampling, name)) for name in _SENT}
+    given = [(name, getattr(turn, name)) for name in _OTHERS]
+    rest = {name: value if type(value) is str else to_plain(value) for name, value in given if value is not None}
+    sampling = {name: getattr(turn.sampling, name) for name in _SENT}
     return [SUBMIT, turn_id, len(turn.prompt_ids), sampling, constraint_to_plain(turn.versions), rest]
 
 
@@ -103,22 +122,17 @@ def submit_from_wire(message: list[Any]) -> tuple[str, Turn]:
     """
     _, turn_id, num_prompt_tokens, sampling, versions, rest = message
     if type(turn_id) is not str or type(num_prompt_tokens) is not int:
-        message = "an id and a number of tokens are needed"
-        raise ValueError(message)
-    turn = Turn(
-        prompt_ids=UnseenIds(num_prompt_tokens),  # type: ignore[arg-type] # what stands for ids
-        sampling=Sampling(**sampling),
-        versions=constraint_from_plain(versions),
-        **other_fields(rest),
-    )
+        reason = "an id and a number of tokens are needed"
+        raise ValueError(reason)
+    unseen: Any = UnseenIds(num_prompt_tokens)
+    constraint = constraint_from_plain(versions)
+    turn = Turn(prompt_ids=unseen, sampling=Sampling(**sampling), versions=constraint, **other_fields(rest))
     return turn_id, turn
 
 
 def start_to_wire(start: Start) -> list[Any]:
     """Return ``start``."""
-    address: list[Any] | None = None
-    if start.address is not None:
-        address = [start.address.name, dict(start.address.options)]
+    address: Any = None if start.address is None else [start.address.name, dict(start.address.options)]
     return [
         START,
         start.turn_id,
@@ -127,6 +141,7 @@ def start_to_wire(start: Start) -> list[Any]:
         start.engine_id,
         start.reason.value,
         address,
+        start.max_tokens,
         start.num_kept,
         [to_plain(hop) for hop in start.hops],
         start.run,
@@ -137,7 +152,8 @@ def start_to_wire(start: Start) -> list[Any]:
 
 def start_from_wire(message: list[Any]) -> Start:
     """Return what ``start_to_wire`` rendered."""
-    _, turn_id, attempt, request_id, engine_id, reason, address, num_kept, hops, run, version, versions = message
+    _, turn_id, attempt, request_id, engine_id, reason, address, *asked, hops, run, version, versions = message
+    max_tokens, num_kept = asked
     return Start(
         turn_id=turn_id,
         attempt=attempt,
@@ -145,6 +161,7 @@ def start_from_wire(message: list[Any]) -> Start:
         engine_id=engine_id,
         reason=RouteReason(reason),
         address=None if address is None else EngineAddress(name=address[0], options=tuple(address[1].items())),
+        max_tokens=max_tokens,
         num_kept=num_kept,
         hops=tuple(from_plain(Hop, hop) for hop in hops),
         run=run,
@@ -153,25 +170,27 @@ def start_from_wire(message: list[Any]) -> Start:
     )
 
 
-def report_to_wire(
-    turn_id: str, attempt: int, start: int, chunks: list[TokenChunk], end: FinishReason | Mapping[str, Any] | None
-) -> list[Any]:
-    """Return ``report``: tokens from ``start`` of the turn on, and how the stream ended if it did (an error as it crosses elsewhere)."""
-    ended = end.value if isinstance(end, FinishReason) else end
-    return [REPORT, turn_id, attempt, start, [chunk_to_wire(chunk) for chunk in chunks], ended]
+def report_to_wire(report: Report) -> list[Any]:
+    """Return ``report``."""
+    ended = report.end.value if isinstance(report.end, FinishReason) else report.end
+    chunks = [chunk_to_wire(chunk) for chunk in report.chunks]
+    return [REPORT, report.turn_id, report.attempt, report.start, chunks, ended]
 
 
-def report_from_wire(
-    message: list[Any],
-) -> tuple[str, int, int, list[TokenChunk], FinishReason | Mapping[str, Any] | None]:
+def report_from_wire(message: list[Any]) -> Report:
     """Return what ``report_to_wire`` was given.
 
     Raises:
         TypeError, ValueError, KeyError: It is none.
     """
     _, turn_id, attempt, start, chunks, ended = message
-    end = FinishReason(ended) if isinstance(ended, str) else ended
-    return turn_id, attempt, start, [chunk_from_wire(chunk) for chunk in chunks], end
+    return Report(
+        turn_id=turn_id,
+        attempt=attempt,
+        start=start,
+        chunks=[chunk_from_wire(chunk) for chunk in chunks],
+        end=FinishReason(ended) if isinstance(ended, str) else ended,
+    )
 
 
 def settled_to_wire(turn_id: str, outcome: TurnResult | Mapping[str, Any]) -> list[Any]:

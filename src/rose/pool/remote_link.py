@@ -19,6 +19,7 @@ from typing import Any
 
 import aiohttp
 
+from rose.backends.remote.wire import compact
 from rose.errors import ConfigError, RoseError, TransportError
 from rose.pool import direct
 
@@ -63,7 +64,7 @@ class Link:
         self._reconnect_s = reconnect_s
         self._socket: aiohttp.ClientWebSocketResponse | None = None
         self._is_open = asyncio.Event()
-        self._is_closing = False
+        self._closing = asyncio.Event()
         self.num_connections = 0
 
     async def run(self) -> None:
@@ -72,17 +73,18 @@ class Link:
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=self._reconnect_s)
         async with aiohttp.ClientSession(headers=self._headers, timeout=timeout) as session:
             down_since_s, wait_s = loop.time(), _FIRST_S
-            while not self._is_closing:
+            while not self._closing.is_set():
                 num_before = self.num_connections
                 why = await self._connect(session)
-                if self._is_closing:
-                    return
                 if self.num_connections > num_before:
                     down_since_s, wait_s = loop.time(), _FIRST_S
-                if isinstance(why, ConfigError) or loop.time() - down_since_s >= self._reconnect_s:
+                is_long = loop.time() - down_since_s >= self._reconnect_s
+                if not self._closing.is_set() and (isinstance(why, ConfigError) or is_long):
                     self._on_down(why)
                     down_since_s = loop.time()
-                await asyncio.sleep(wait_s * random.uniform(0.5, 1.0))
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(wait_s * random.uniform(0.5, 1.0)):
+                        await self._closing.wait()
                 wait_s = min(_LONGEST_S, 2 * wait_s)
 
     async def wait_until_open(self) -> None:
@@ -94,11 +96,11 @@ class Link:
         socket = self._socket
         if socket is not None and not socket.closed:
             with contextlib.suppress(ConnectionError, aiohttp.ClientError):
-                await socket.send_str(json.dumps(message, separators=(",", ":")))
+                await socket.send_str(compact(message))
 
     async def close(self) -> None:
         """Say good-bye and stop. ``run`` ends."""
-        self._is_closing = True
+        self._closing.set()
         if self._socket is not None:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_CLOSE_S):

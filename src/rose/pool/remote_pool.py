@@ -64,6 +64,7 @@ class RemotePool:
             reconnect_s=reconnect_s,
         )
         self._calls: dict[str, RemoteCall] = {}
+        self._unreported: set[RemoteCall] = set()
         self._numbers = itertools.count()
         self._tasks: asyncio.TaskGroup = asyncio.TaskGroup()
         self._own: set[asyncio.Task[None]] = set()
@@ -87,6 +88,8 @@ class RemotePool:
         call = self._calls[turn_id] = RemoteCall.of(turn_id, turn, waiter)
         self._has_calls.set()
         try:
+            for delivered in list(self._unreported):  # a trajectory's next turn comes after the report of its last
+                await self._report(delivered)
             await self._link.send(direct.submit_to_wire(turn_id, turn))
             engine_wire.PREPARED.prepare(turn.prompt_ids)  # while the pool decides
             return await waiter
@@ -193,10 +196,12 @@ class RemotePool:
             _logger.warning("streaming from engine %s failed", start.engine_id, exc_info=error)
             call.fail(EngineError(f"{type(error).__name__}: {error}"))
         if call.deliver():
+            self._unreported.add(call)
             await asyncio.sleep(0)  # the caller goes first
         await self._report(call)
 
     async def _report(self, call: RemoteCall) -> None:
+        self._unreported.discard(call)
         news = call.news()
         if news is not None:
             await self._link.send(news)

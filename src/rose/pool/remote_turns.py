@@ -64,7 +64,10 @@ class RemoteCall:
         record.spans[:] = [attrs.evolve(span, end=min(span.end, num)) for span in record.spans if span.start < num]
         record.hops[:] = start.hops
         self.start, self.end = start, None
-        return record.next_request(start.request_id)
+        request = record.next_request(start.request_id)
+        if request.sampling.max_tokens == start.max_tokens:
+            return request
+        return attrs.evolve(request, sampling=attrs.evolve(request.sampling, max_tokens=start.max_tokens))
 
     def take(self, chunk: TokenChunk) -> bool:
         """Take a chunk; returns whether the pool must hear of it at once: the stream is over, or should be."""
@@ -111,7 +114,10 @@ class RemoteCall:
             return None
         chunks = chunks_from(record.token_ids, record.logprobs, record.spans, start)
         self._num_told, self._has_told_end = len(record.token_ids), self.end is not None
-        return direct.report_to_wire(self.turn_id, self.start.attempt, start, chunks, self.end)
+        report = direct.Report(
+            turn_id=self.turn_id, attempt=self.start.attempt, start=start, chunks=chunks, end=self.end
+        )
+        return direct.report_to_wire(report)
 
     def settle(self, outcome: Mapping[str, Any]) -> None:
         """Take the pool's word; a no-op for a caller that has its result."""

@@ -70,7 +70,9 @@ class EngineServer:
         return web.json_response(None)
 
     async def snapshot(self, _: web.Request) -> web.Response:
-        return web.json_response(wire.snapshot_to_wire(await self.engine.snapshot()), headers={wire.ENGINE_HEADER: "one"})
+        return web.json_response(
+            wire.snapshot_to_wire(await self.engine.snapshot()), headers={wire.ENGINE_HEADER: "one"}
+        )
 
 
 @contextlib.asynccontextmanager
@@ -92,7 +94,11 @@ async def engine_servers(engines: Sequence[FakeEngine]) -> AsyncIterator[list[En
 
 @contextlib.asynccontextmanager
 async def pool_of(
-    engines: Sequence[ServingEngine], *, tokens: Sequence[TokenConfig] = (), config: PoolConfig | None = None, **options: Any
+    engines: Sequence[ServingEngine],
+    *,
+    tokens: Sequence[TokenConfig] = (),
+    config: PoolConfig | None = None,
+    **options: Any,
 ) -> AsyncIterator[tuple[RolloutPool, str]]:
     """Give an open pool and the URL of its service."""
     async with RolloutPool(engines, config=config) as pool:

@@ -50,6 +50,10 @@ _BY_STATUS: Mapping[int, type[RoseError]] = {
 }
 
 
+compact = json.JSONEncoder(separators=(",", ":")).encode
+"""Plain data as JSON text without spaces."""
+
+
 def error_name(kind: type[RoseError]) -> str:
     """Return the name of an error class on the wire: ``engine_busy_error``."""
     if issubclass(kind, EngineLeaseError):
@@ -104,14 +108,14 @@ class PreparedIds:
 
     def prepare(self, ids: Sequence[int]) -> None:
         """Make the text."""
-        self._texts[id(ids)] = (ids, json.dumps(ids, separators=(",", ":")))
+        self._texts[id(ids)] = (ids, compact(ids))
         if len(self._texts) > self._max_prompts:
             self._texts.popitem(last=False)
 
     def take(self, ids: Sequence[int]) -> str:
         """Return the text, the prepared one if there is one."""
         known = self._texts.pop(id(ids), None)
-        return known[1] if known is not None and known[0] is ids else json.dumps(ids, separators=(",", ":"))
+        return known[1] if known is not None and known[0] is ids else compact(ids)
 
 
 PREPARED = PreparedIds(256)
@@ -119,14 +123,14 @@ PREPARED = PreparedIds(256)
 
 def request_to_json(request: EngineRequest) -> bytes:
     """Return a request as JSON text; its prompt as prepared, if it was."""
-    rest = json.dumps(_without_prompt(request))
-    return f'{rest[:-1]}, "prompt_ids": {PREPARED.take(request.prompt_ids)}}}'.encode()
+    rest = compact(_without_prompt(request))
+    return f'{rest[:-1]},"prompt_ids":{PREPARED.take(request.prompt_ids)}}}'.encode()
 
 
 def _without_prompt(request: EngineRequest) -> dict[str, Any]:
     return {
         "request_id": request.request_id,
-        "sampling": attrs.asdict(request.sampling, value_serializer=_lists),
+        "sampling": _fields_of(request.sampling),
         "priority": request.priority,
     }
 
@@ -194,8 +198,12 @@ def snapshot_from_wire(data: Mapping[str, Any], read_at_s: float) -> EngineSnaps
     )
 
 
-def _lists(_instance: object, _field: object, value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
+_SAMPLING = tuple(field.name for field in attrs.fields(Sampling))
+
+
+def _fields_of(sampling: Sampling) -> dict[str, Any]:
+    fields = {name: getattr(sampling, name) for name in _SAMPLING}
+    return fields | {"stop_token_ids": list(sampling.stop_token_ids)}
 
 
 def name_in(line: Mapping[str, Any]) -> str:

@@ -160,7 +160,7 @@ def text_of(token_ids: Sequence[int], ask: Ask, tokenizer: Tokenizer | None) -> 
 def answer(kind: str, name: str, ask: Ask, prompt_ids: Sequence[int], result: TurnResult, text: str) -> dict[str, Any]:
     """Return the body of a whole answer, with what OpenAI's has no place for under ``rose``."""
     choice: dict[str, Any] = {"index": 0, "finish_reason": finish_name(result.finish_reason)}
-    choice |= {"message": {"role": "assistant", "content": text}} if kind == "chat" else {"text": text}
+    choice |= _said("message" if kind == "chat" else "text", text)
     if ask.has_logprobs:
         choice["logprobs"] = _logprobs(kind, result.token_ids, result.logprobs)
     data = head(kind, name) | {"choices": [choice], "usage": usage(prompt_ids, result), "rose": provenance(ask, result)}
@@ -175,7 +175,7 @@ def piece(
 ) -> dict[str, Any]:
     """Return one item of a streamed answer."""
     choice: dict[str, Any] = {"index": 0, "finish_reason": None}
-    choice |= {"delta": {"role": "assistant", "content": text}} if kind == "chat" else {"text": text}
+    choice |= _said("delta" if kind == "chat" else "text", text)
     if ask.has_logprobs:
         choice["logprobs"] = _logprobs(kind, token_ids, logprobs)
     if ask.has_token_ids:
@@ -253,3 +253,7 @@ def _logprobs(kind: str, token_ids: Sequence[int], logprobs: Sequence[float]) ->
             "content": [{"token": name, "logprob": value, "bytes": None, "top_logprobs": []} for name, value in rows]
         }
     return {"tokens": names, "token_logprobs": list(logprobs), "top_logprobs": None, "text_offset": None}
+
+
+def _said(name: str, text: str) -> dict[str, Any]:
+    return {name: text if name == "text" else {"role": "assistant", "content": text}}

@@ -15,18 +15,20 @@ import contextlib
 import json
 import logging
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable
 from typing import Any, Self
 
+import attrs
 from aiohttp import WSCloseCode, WSMsgType, web
 
+from rose.backends.remote.wire import compact
 from rose.errors import ConfigError, EngineError, EngineLostError, RequestRefusedError, RoseError
 from rose.hosts.http.auth import Access, require
-from rose.interfaces.serving import SupportsAddress
+from rose.interfaces import ServingEngine
 from rose.pool import RolloutPool, direct
 from rose.pool.turns import Attempt
 from rose.pool.wire import error_from_plain, error_to_plain
-from rose.types import FinishReason, RequestId, TokenChunk, Turn
+from rose.types import EngineAddress, FinishReason, RequestId, TokenChunk, Turn
 
 _logger = logging.getLogger(__name__)
 _MAX_SETTLED = 4096
@@ -72,7 +74,7 @@ class DirectTurn:
     async def tell(self) -> None:
         """Say what the client is to do now; nothing while the turn waits for an engine."""
         attempt = self.attempt
-        if attempt is None or not attempt.is_open:
+        if attempt is None or not attempt.is_open or self.is_ended:
             return
         member = attempt.member
         version = self._session.pool.version
@@ -82,7 +84,8 @@ class DirectTurn:
             request_id=attempt.request.request_id,
             engine_id=attempt.engine_id,
             reason=attempt.reason,
-            address=member.engine.address() if isinstance(member.engine, SupportsAddress) else None,
+            address=_address_of(member.engine),
+            max_tokens=attempt.request.sampling.max_tokens,
             num_kept=self._num_heard,
             hops=tuple(attempt.record.hops),
             run=None if version is None else version.run,
@@ -91,23 +94,26 @@ class DirectTurn:
         )
         await self._session.send(direct.start_to_wire(start))
 
-    def report(
-        self, number: int, start: int, chunks: list[TokenChunk], end: FinishReason | Mapping[str, Any] | None
-    ) -> None:
+    def report(self, news: direct.Report) -> None:
         """Take a client's news; what is of an earlier attempt, or known already, is dropped."""
-        if self.attempt is None or self.attempt.number != number or self.is_ended:
+        if self.attempt is None or self.attempt.number != news.attempt or self.is_ended:
             return
-        for chunk in chunks:
+        start = news.start
+        fresh: list[TokenChunk] = []
+        for chunk in news.chunks:
             known = max(0, min(self._num_heard - start, len(chunk.token_ids)))
             start += len(chunk.token_ids)
             if known < len(chunk.token_ids):
-                self._chunks.put_nowait(_without_first(chunk, known))
+                fresh.append(_without_first(chunk, known))
         self._num_heard = max(self._num_heard, start)
-        if isinstance(end, FinishReason):
-            self._chunks.put_nowait(TokenChunk(finish_reason=end))
-        elif end is not None:
-            self._chunks.put_nowait(_as_failure(error_from_plain(end)))
-        self.is_ended = end is not None
+        if isinstance(news.end, FinishReason):
+            last = fresh.pop() if fresh else TokenChunk()
+            fresh.append(attrs.evolve(last, finish_reason=news.end))
+        for chunk in fresh:
+            self._chunks.put_nowait(chunk)
+        if news.end is not None and not isinstance(news.end, FinishReason):
+            self._chunks.put_nowait(_as_failure(error_from_plain(news.end)))
+        self.is_ended = news.end is not None
 
 
 class Session:
@@ -131,7 +137,7 @@ class Session:
         """Send to the client, if it is there; what it misses it is told when it comes back."""
         if self.socket is not None and not self.socket.closed:
             with contextlib.suppress(ConnectionError):
-                await self.socket.send_str(json.dumps(message, separators=(",", ":")))
+                await self.socket.send_str(compact(message))
 
     async def take(self, message: Any) -> None:
         """Act on a client's message.
@@ -143,11 +149,11 @@ class Session:
             case direct.SUBMIT:
                 await self._submit(message)
             case direct.REPORT:
-                turn_id, *news = direct.report_from_wire(message)
-                if turn_id in self._settled:
-                    await self.send(self._settled[turn_id])
-                elif turn_id in self.turns:
-                    self.turns[turn_id].report(*news)
+                news = direct.report_from_wire(message)
+                if news.turn_id in self._settled:
+                    await self.send(self._settled[news.turn_id])
+                elif news.turn_id in self.turns:
+                    self.turns[news.turn_id].report(news)
             case direct.CANCEL:
                 self.cancel(message[1])
             case direct.TURNS:
@@ -304,6 +310,12 @@ class DirectHost:
 
     def _end(self, key: tuple[str, str]) -> None:
         self.sessions.pop(key).end()
+
+
+def _address_of(engine: ServingEngine) -> EngineAddress | None:
+    """Return the engine's address; asked of the object, since a check against the protocol costs more than all the rest."""
+    address: Callable[[], EngineAddress] | None = getattr(engine, "address", None)
+    return None if address is None else address()
 
 
 def _without_first(chunk: TokenChunk, num: int) -> TokenChunk:

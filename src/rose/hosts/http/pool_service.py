@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, Self
 
@@ -215,4 +214,4 @@ def _as_ours(error: Exception) -> RoseError:
 
 
 def _json(data: Any) -> web.Response:
-    return web.Response(body=json.dumps(data, separators=(",", ":")).encode(), content_type="application/json")
+    return web.Response(body=wire.compact(data).encode(), content_type="application/json")

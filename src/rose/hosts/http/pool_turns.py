@@ -13,7 +13,7 @@ from collections import OrderedDict
 
 import attrs
 
-from rose.errors import ConfigError, RoseError
+from rose.errors import ConfigError, RoseError, TurnFailedError
 from rose.pool import RolloutPool
 from rose.types import Turn, TurnResult
 
@@ -60,6 +60,11 @@ class TurnDesk:
             entry.leaving.cancel()
         try:
             return await asyncio.shield(entry.task)
+        except asyncio.CancelledError:
+            if entry.task.cancelled() and not _is_cancelled():
+                message = f"turn {turn_id!r} was cancelled by its client"
+                raise TurnFailedError(message) from None
+            raise
         finally:
             entry.num_waiters -= 1
             if not entry.num_waiters and not entry.task.done():
@@ -99,3 +104,9 @@ class TurnDesk:
         self._done[key] = entry
         if len(self._done) > self._max_kept:
             self._done.popitem(last=False)
+
+
+def _is_cancelled() -> bool:
+    """Tell whether the running task itself is being cancelled."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

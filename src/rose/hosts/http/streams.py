@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncIterable
 from typing import Any
 
 from aiohttp import web
 
+from rose.backends.remote.wire import compact
 from rose.errors import RoseError
 from rose.pool.wire import error_to_plain
 
@@ -47,5 +47,5 @@ async def _begin(request: web.Request, content_type: str) -> web.StreamResponse:
 
 
 def _encoded(item: Any, *, is_sse: bool) -> bytes:
-    text = json.dumps(item, separators=(",", ":")).encode()
+    text = compact(item).encode()
     return b"data: " + text + b"\n\n" if is_sse else text + b"\n"
