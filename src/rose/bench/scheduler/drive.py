@@ -22,7 +22,7 @@ from rose.bench.scheduler.engines import BenchEngine, reading
 from rose.policies.routing import Assign, RoutingIndex
 from rose.pool import PoolConfig
 from rose.pool.actions import Action, SettleTurn, StartAttempt
-from rose.pool.membership import Member
+from rose.pool.membership import Member, Membership
 from rose.pool.state import PoolState
 from rose.pool.turns import Attempt, TurnRecord
 from rose.types import (
@@ -206,7 +206,7 @@ class Drive:
         if last is not None and not record.hops:
             is_kept = attempt.member is last
             self.num_kept += is_kept
-            self.could_keep[attempt.reason] += is_kept or can_take(last, record)
+            self.could_keep[attempt.reason] += is_kept or can_take(self.state.engines, last, record)
 
     def _expect(self, attempt: Attempt) -> None:
         """Set the time of an attempt's next chunk."""
@@ -248,9 +248,9 @@ class Drive:
         self._plan()
 
 
-def can_take(member: Member, record: TurnRecord) -> bool:
+def can_take(engines: Membership, member: Member, record: TurnRecord) -> bool:
     """Tell whether an engine has a place for a turn now: whether the policy would choose it if there were no other."""
-    index = RoutingIndex(PoolConfig().routing)
-    index.run = RUN
-    index.put(member.view())
-    return isinstance(index.choose(record.view()), Assign)
+    alone = RoutingIndex(PoolConfig().routing)
+    alone.run = engines.index.run
+    alone.put(next(view for view in engines.index if view.engine_id == member.engine_id))
+    return isinstance(alone.choose(record.view()), Assign)
