@@ -150,7 +150,7 @@ def measure_affinity(num_engines: int, num_turns: int) -> dict[str, Any]:
         drive = Drive(load)
         drive.fill()
         drive.run(num_turns)
-        reasons = {reason.value: count for reason, count in sorted(drive.could_keep.items(), key=_name)}
+        reasons = {reason.value: count for reason, count in sorted((+drive.could_keep).items(), key=_name)}
         found[f"{load_fraction:g}"] = {
             "could_keep": drive.could_keep.total(),
             "kept": drive.num_kept,
