@@ -13,8 +13,22 @@ from importlib.metadata import version
 from typing import NoReturn
 
 try:
-    from rose.cli import bench, check, demo, doctor, export, ledger, lend, lineage
-    from rose.cli import pool, relay, run, serve, shadow, simulate
+    from rose.cli import (
+        bench,
+        check,
+        demo,
+        doctor,
+        export,
+        ledger,
+        lend,
+        lineage,
+        pool,
+        relay,
+        run,
+        serve,
+        shadow,
+        simulate,
+    )
     from rose.errors import ConfigError, RoseError
 except KeyboardInterrupt:  # Ctrl-C while modules load
     sys.stderr.write("rose: interrupted\n")
