@@ -22,7 +22,7 @@ import attrs
 
 from rose.errors import EngineError, EngineLostError, RoseError, TransportError
 from rose.hosts.ray.outbox import Outbox
-from rose.hosts.ray.specs import EngineSpec, SupportsStart
+from rose.hosts.ray.specs import EngineSpec
 from rose.interfaces import ServingEngine
 from rose.types import (
     Activation,
@@ -198,10 +198,10 @@ class EngineHost:
         return await self._found()
 
     async def _start(self) -> ServingEngine:
-        engine = self._spec.make()
-        if isinstance(engine, SupportsStart):
-            await engine.start()
-        return engine
+        try:
+            return await self._spec.start()
+        except Exception as error:  # noqa: BLE001 - the root of a task: whoever asks must be able to read it
+            raise portable(error) from error
 
     async def _pump(self, engine: ServingEngine, request: EngineRequest, outbox: Outbox[Item]) -> None:
         name = request.request_id

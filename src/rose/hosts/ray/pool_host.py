@@ -22,19 +22,19 @@ from typing import Any
 import attrs
 
 from rose import registry
-from rose.errors import EngineLostError, RoseError, TurnFailedError
+from rose.errors import RoseError, TurnFailedError
 from rose.hosts.ray.engine import RayEngine
 from rose.hosts.ray.engine_host import EngineCard, portable
 from rose.hosts.ray.peers import Peer
 from rose.hosts.ray.sessions import Delivery, Sessions, TurnId
-from rose.hosts.ray.specs import EngineSpec, PoolSpec, SupportsStart
+from rose.hosts.ray.specs import EngineSpec, PoolSpec
 from rose.interfaces import ServingEngine, Transport
 from rose.policies.routing import EngineState
 from rose.pool import EngineAccount, PoolSnapshot, RolloutPool, SyncReport
 from rose.types import EngineId, EngineKind, TransportAddress, Turn, TurnResult, WeightVersion
 
 _logger = logging.getLogger(__name__)
-_MOST_BACKOFF = 64
+_MOST_BACKOFF = 8.0
 _REMOVE_TIMEOUT_S = 5.0
 FindEngines = Callable[[], Awaitable[Mapping[EngineId, Peer]]]
 
@@ -219,9 +219,7 @@ class PoolHost:
             self._transport[1].close()
 
     async def _made(self, spec: EngineSpec) -> ServingEngine:
-        engine = spec.make()
-        if isinstance(engine, SupportsStart):
-            await engine.start()
+        engine = await spec.start()
         self._own.append(engine)
         return engine
 
@@ -279,8 +277,6 @@ class PoolHost:
         except Exception as error:  # noqa: BLE001 - the root of a task: it is tried again later
             placed.num_failures += 1
             wait_s = self._spec.rejoin_s * min(2.0**placed.num_failures, _MOST_BACKOFF)
-            if isinstance(error, EngineLostError):  # it costs nothing to ask again where there is nobody yet
-                wait_s = self._spec.rejoin_s
             placed.retry_s = asyncio.get_running_loop().time() + wait_s
             _logger.info("engine %s did not join: %s", engine_id, error)
         else:

@@ -50,6 +50,13 @@ class EngineSpec:
     is_pinned: bool = attrs.field(default=False, validator=checks.boolean())
     relay: str | None = None
 
+    async def start(self) -> ServingEngine:
+        """Make the engine and start it where that is to be done. Errors as of ``make``, or the engine's own."""
+        engine = self.make()
+        if isinstance(engine, SupportsStart):
+            await engine.start()
+        return engine
+
     def make(self) -> ServingEngine:
         """Make the engine; it is not started.
 
