@@ -26,7 +26,6 @@ _logger = logging.getLogger(__name__)
 _START_TIMEOUT_S = 600.0
 _END_TIMEOUT_S = 20.0
 _NUM_KEPT_LINES = 20
-_RESTART_S = 1.0
 _RESTART_MAX_S = 60.0
 _READY = {PartRole.EXECUTOR: ("url", "event"), PartRole.RELAY: ("name", "port")}
 _EXTRA = {PartRole.EXECUTOR: ("--json",), PartRole.RELAY: ()}
@@ -35,14 +34,16 @@ _EXTRA = {PartRole.EXECUTOR: ("--json",), PartRole.RELAY: ()}
 class ProcessHost:
     """Has one process."""
 
-    def __init__(self, spec: ProcessSpec, *, host: str, node_id: str = "") -> None:
+    def __init__(self, spec: ProcessSpec, *, host: str, node_id: str = "", restart_s: float = 1.0) -> None:
         """Describe it; nothing is started.
 
         Args:
             spec: Of the process.
             host: Address of this node, for ``{host}`` in the arguments.
             node_id: Where this is.
+            restart_s: How long to wait before a process that ended is started again, at first; doubles up to a minute.
         """
+        self._restart_s = restart_s
         self._spec = spec
         self._host = host
         self._node_id = node_id
@@ -87,7 +88,7 @@ class ProcessHost:
 
     async def _keep(self) -> None:
         """Start the process again whenever it has ended."""
-        wait_s = _RESTART_S
+        wait_s = self._restart_s
         while True:
             process = self._process
             if process is not None and process.returncode is None:
@@ -99,7 +100,7 @@ class ProcessHost:
                 _logger.warning("%s", error)
                 wait_s = min(2 * wait_s, _RESTART_MAX_S)
             else:
-                wait_s = _RESTART_S
+                wait_s = self._restart_s
 
     async def _start(self) -> None:
         await self._end()

@@ -148,7 +148,7 @@ class DeploymentSpec:
     def __attrs_post_init__(self) -> None:
         ids = [engine.engine_id for engine in (*self.pool.engines, *self.engines)]
         names = [process.name for process in self.processes]
-        for what, given in (("engine", ids), ("process", names)):
+        for what, given in (("engines", ids), ("processes", names)):
             _refuse_twice(what, given)
         relays = {process.name for process in self.processes if process.role is PartRole.RELAY}
         for engine in self.engines:
@@ -189,6 +189,6 @@ def _refuse_twice(what: str, given: Iterable[str]) -> None:
     seen: set[str] = set()
     for name in given:
         if name in seen:
-            message = f"two of the {what}s are called {name!r}; names must be unique"
+            message = f"two of the {what} are called {name!r}; names must be unique"
             raise ValueError(message)
         seen.add(name)
