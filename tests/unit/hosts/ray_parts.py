@@ -74,17 +74,20 @@ class Cable(Peer):
     def plug(self, host: object) -> None:
         self.host, self._cut = host, asyncio.Event()
 
+    def _error(self) -> RoseError:
+        return self._unreachable("the cable was cut")
+
     async def call(self, method: str, *arguments: Any) -> Any:
         self.calls.append(method)
         if self.host is None:
-            raise self._unreachable("the cable was cut")
+            raise self._error()
         work = asyncio.ensure_future(LocalPeer(self.host).call(method, *arguments))
         cut = asyncio.ensure_future(self._cut.wait())
         try:
             await asyncio.wait({work, cut}, return_when=asyncio.FIRST_COMPLETED)
             if work.done():
                 return work.result()
-            raise self._unreachable("the cable was cut")
+            raise self._error()
         finally:
             work.cancel()
             cut.cancel()
@@ -94,7 +97,9 @@ class Site:
     """Engine hosts by id, and pools over them, in this process."""
 
     def __init__(self, **engines: EngineSpec) -> None:
-        self.cables = {EngineId(name): Cable(EngineHost(spec, node_id=f"node-{name}")) for name, spec in engines.items()}
+        self.cables = {
+            EngineId(name): Cable(EngineHost(spec, node_id=f"node-{name}")) for name, spec in engines.items()
+        }
         self.pools: list[PoolHost] = []
 
     async def find(self) -> Mapping[EngineId, Peer]:

@@ -163,11 +163,11 @@ def test_a_name_that_differs_from_the_backends_is_refused():
 
 
 def test_errors_of_libraries_become_errors_that_every_process_can_read():
-    class OfALibrary(Exception):
+    class OfALibraryError(Exception):
         pass
 
     own = BackendUnavailableError("no vllm")
     assert portable(own) is own
-    assert type(portable(OfALibrary("oh"))) is EngineError
-    assert str(portable(OfALibrary("oh"))) == "OfALibrary: oh"
+    assert type(portable(OfALibraryError("oh"))) is EngineError
+    assert str(portable(OfALibraryError("oh"))) == "OfALibraryError: oh"
     assert type(portable(UnicodeDecodeError("utf-8", b"", 0, 1, "oh"))) is ValueError

@@ -106,8 +106,10 @@ def test_a_process_ends_when_its_parent_is_killed(tmp_path):
             os.kill(pid, signal.SIGKILL)
 
 
-async def test_a_parent_that_is_gone_already_is_noticed():
-    done = subprocess.run([sys.executable, "-m", "rose.hosts.ray.tied", "1", "relay", "--help"], capture_output=True, check=False)
+def test_a_parent_that_is_gone_already_is_noticed():
+    done = subprocess.run(
+        [sys.executable, "-m", "rose.hosts.ray.tied", "1", "relay", "--help"], capture_output=True, check=False
+    )
     assert done.returncode == 0
     assert done.stdout == b""
 

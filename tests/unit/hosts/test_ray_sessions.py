@@ -93,7 +93,9 @@ async def test_turns_are_cancelled_and_leave_no_outcome(how):
     await sessions.close()
 
 
-@pytest.mark.parametrize(("error", "kind"), [(TurnFailedError("no"), TurnFailedError), (OSError("disk"), TurnFailedError)])
+@pytest.mark.parametrize(
+    ("error", "kind"), [(TurnFailedError("no"), TurnFailedError), (OSError("disk"), TurnFailedError)]
+)
 async def test_errors_are_outcomes(error, kind):
     turns = Turns()
     turns.error = error

@@ -44,7 +44,10 @@ def test_specs_pickle_and_do_not_show_tokens():
     ("given", "message"),
     [
         ({"engines": (fake("e"), fake("e"))}, "two of the engines are called 'e'"),
-        ({"pool": PoolSpec(name="p", engines=(fake("e"),)), "engines": (fake("e"),)}, "two of the engines are called 'e'"),
+        (
+            {"pool": PoolSpec(name="p", engines=(fake("e"),)), "engines": (fake("e"),)},
+            "two of the engines are called 'e'",
+        ),
         ({"processes": (relay(), relay())}, "two of the processes are called 'relay'"),
         ({"engines": (fake("e", relay="r"),)}, "engine 'e': relay 'r' is none of the relays, which are []"),
         ({"pool": PoolSpec(name="p")}, None),

@@ -71,9 +71,14 @@ def test_names_are_unique(what):
 
 _RESOURCES = st.dictionaries(st.sampled_from(["GPU", "CPU"]), st.integers(0, 4).map(float))
 _LABELS = st.dictionaries(st.sampled_from(["zone", "device"]), st.sampled_from(["1", "2"]))
-_NODES = st.lists(st.builds(Node, node_id=st.sampled_from("abcde"), resources=_RESOURCES, labels=_LABELS), unique_by=lambda n: n.node_id)
+_NODES = st.lists(
+    st.builds(Node, node_id=st.sampled_from("abcde"), resources=_RESOURCES, labels=_LABELS),
+    unique_by=lambda n: n.node_id,
+)
 _PARTS = st.lists(
-    st.builds(Part, name=st.sampled_from("uvwxyz"), role=st.sampled_from(PartRole), resources=_RESOURCES, labels=_LABELS),
+    st.builds(
+        Part, name=st.sampled_from("uvwxyz"), role=st.sampled_from(PartRole), resources=_RESOURCES, labels=_LABELS
+    ),
     unique_by=lambda part: part.name,
 )
 

@@ -10,7 +10,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from rose.errors import BackendUnavailableError
-from rose.hosts.ray.client import RayPool
+from rose.hosts.ray.blocking import SyncRayPool
+from rose.hosts.ray.client import ClientConfig, RayPool
 from rose.hosts.ray.specs import DeploymentSpec, EngineSpec, PoolSpec, ProcessSpec
 
 if TYPE_CHECKING:
@@ -23,7 +24,18 @@ _LAZY = {
     "deploy": "rose.hosts.ray.deployment",
 }
 
-__all__ = ["Deployment", "DeploymentSpec", "EngineSpec", "PoolSpec", "ProcessSpec", "RayPool", "connect", "deploy"]
+__all__ = [
+    "ClientConfig",
+    "Deployment",
+    "DeploymentSpec",
+    "EngineSpec",
+    "PoolSpec",
+    "ProcessSpec",
+    "RayPool",
+    "SyncRayPool",
+    "connect",
+    "deploy",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -200,7 +200,7 @@ class EngineHost:
     async def _start(self) -> ServingEngine:
         try:
             return await self._spec.start()
-        except Exception as error:  # noqa: BLE001 - the root of a task: whoever asks must be able to read it
+        except Exception as error:
             raise portable(error) from error
 
     async def _pump(self, engine: ServingEngine, request: EngineRequest, outbox: Outbox[Item]) -> None:
