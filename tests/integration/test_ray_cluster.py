@@ -64,7 +64,12 @@ async def cluster():
     small = {"node_ip_address": "127.0.0.1", "object_store_memory": 80 << 20, "include_dashboard": False}
     made = Cluster(
         initialize_head=True,
-        head_node_args={**small, "num_cpus": 2, "resources": {"slot": 8.0}, "temp_dir": str(folder / "ray")},
+        head_node_args={
+            **small,
+            "num_cpus": 2,
+            "resources": {"slot": 8.0, "only-head": 8.0},
+            "temp_dir": str(folder / "ray"),
+        },
     )
     try:
         ray.init(address=made.address, log_to_driver=False, logging_level="error")
@@ -81,7 +86,7 @@ async def cluster():
 async def second(cluster):
     """Add the node that may be lost; gives what loses it, and its id."""
     made, small = cluster
-    node = made.add_node(**small, num_cpus=8, resources={"slot": 8.0})
+    node = made.add_node(**small, num_cpus=8, resources={"slot": 8.0}, labels={"rose-device": "gpu7"})
     made.wait_for_nodes()
     is_there = True
 
@@ -155,24 +160,30 @@ async def test_turns_survive_the_loss_of_the_node_with_the_pool_and_half_the_eng
         store.close()
 
 
-async def test_a_pinned_engine_is_gone_with_its_node_and_the_others_do_its_turns(second):
+async def test_an_engine_that_may_not_move_is_gone_with_its_node_and_the_others_do_its_turns(second):
     lost_node, lose = second
-    wanted = spec("pinned", 0, token_s=0.01)
-    both = (fake("stays", resources=SLOT, token_s=0.01), fake("pinned", resources=SLOT, token_s=0.01, is_pinned=True))
-    wanted = DeploymentSpec(pool=PoolSpec(name="pinned", config=CONFIG, rejoin_s=0.2), engines=both)
+    device = {"rose-device": "gpu7"}
+    wanted = DeploymentSpec(
+        pool=PoolSpec(name="pinned", config=CONFIG, rejoin_s=0.2, resources={"only-head": 1.0}),
+        engines=(
+            fake("moves", resources=SLOT),
+            fake("pinned", resources=SLOT, labels=device, is_pinned=True),
+            fake("bound", resources=SLOT, labels=device),
+        ),
+    )
     async with await deploy(wanted) as deployment, deployment.client() as pool:
-        places = await ready_nodes(pool, 2)
-        assert deployment.nodes["engine/pinned"] == places["pinned"]
-        on_lost = [name for name, node in places.items() if node == lost_node]
-        assert len(on_lost) == 1
-        running = asyncio.create_task(pool.generate_many([turn(i, num_tokens=150) for i in range(8)]))
+        places = await ready_nodes(pool, 3)
+        assert places["pinned"] == places["bound"] == lost_node
+        assert places["moves"] != lost_node, "spread"
+        running = asyncio.create_task(pool.generate_many([turn(i, num_tokens=800) for i in range(8)]))
         await asyncio.sleep(0.5)
         await asyncio.to_thread(lose)
         async with asyncio.timeout(60):
             outcomes = await running
-        assert all(isinstance(outcome, TurnResult) and len(outcome.token_ids) == 150 for outcome in outcomes), outcomes
-        left = await ready_nodes(pool, 1 if on_lost == ["pinned"] else 2)
-        assert lost_node not in left.values()
+        assert all(isinstance(outcome, TurnResult) and len(outcome.token_ids) == 800 for outcome in outcomes), outcomes
+        assert {outcome.hops[-1].engine_id for outcome in outcomes} == {"moves"}
+        assert sum(len(outcome.hops) > 1 for outcome in outcomes) >= 4
+        assert set(await ready_nodes(pool, 1)) == {"moves"}
 
 
 async def test_errors_cancellation_clients_and_engines_that_come_and_go(cluster):

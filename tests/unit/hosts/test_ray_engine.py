@@ -87,13 +87,28 @@ async def test_a_cut_connection_ends_every_stream_and_every_later_call():
     await ended(engine, host)
 
 
+async def test_a_read_that_fails_in_any_way_ends_the_streams():
+    class Confused(EngineHost):
+        async def read(self, client, after, wait_s):
+            await asyncio.sleep(0.05)
+            message = "what?"
+            raise RuntimeError(message)
+
+    host = Confused(fake("e"))
+    engine, _ = await opened(host)
+    with pytest.raises(EngineLostError, match="engine 'e' cannot be read: what?"):
+        await tokens(engine, request())
+    await ended(engine, host)
+
+
 async def test_closing_a_stream_early_frees_the_engine():
     host = EngineHost(fake("e"))
     engine, _ = await opened(host)
-    stream = engine.generate(request(num_tokens=2000))
+    stream = engine.generate(request(num_tokens=4000))
     await anext(stream)
     await stream.aclose()
     await until(lambda: not host._pumps, "the request is gone")
+    assert host._engine.result().aborted == ["r"]
     assert (await engine.snapshot()).num_running == 0
     await ended(engine, host)
 
@@ -148,6 +163,16 @@ async def test_what_an_engine_cannot_do_is_said():
     with pytest.raises(EngineError, match=r"engine 'e' \(fake\) cannot weight_checksums"):
         await engine.weight_checksums()
     await ended(engine, host)
+
+
+async def test_a_closed_client_calls_no_more():
+    host = EngineHost(fake("e"))
+    engine, cable = await opened(host)
+    await engine.close()
+    with pytest.raises(EngineLostError, match="engine 'e': this client was closed"):
+        await engine.snapshot()
+    assert "snapshot" not in cable.calls
+    await host.close()
 
 
 async def test_a_closed_host_starts_nothing_any_more():

@@ -68,6 +68,11 @@ async def test_a_client_that_is_not_heard_of_loses_its_turns_and_hears_of_it():
     delivery = await sessions.read("c", epoch, 5, 10.0)
     assert delivery.epoch != epoch
     assert (delivery.upto, delivery.outcomes) == (0, ())
+    turns.gate.set()
+    assert sessions.submit("c", [("b", turn(2))]) == delivery.epoch
+    await until(lambda: sessions._sessions["c"].outbox.items)
+    late = await sessions.read("c", epoch, 5, 10.0)
+    assert late.outcomes == (("b", DONE),), "a number of an earlier session drops nothing of this one"
     await sessions.close()
 
 

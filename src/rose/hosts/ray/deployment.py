@@ -23,12 +23,20 @@ from rose.errors import ConfigError, RoseError, TransportError
 from rose.hosts.ray import actors
 from rose.hosts.ray.actors import ActorPeer, EngineActor, PoolActor, ProcessActor, actor_name
 from rose.hosts.ray.client import ClientConfig, RayPool
-from rose.hosts.ray.specs import DeploymentSpec, EngineSpec, engine_part, pool_part, process_part
+from rose.hosts.ray.specs import (
+    DeploymentSpec,
+    EngineSpec,
+    PoolSpec,
+    ProcessSpec,
+    engine_part,
+    pool_part,
+    process_part,
+)
 from rose.policies.node_placement import Node, Part, PartRole, plan_placement
 from rose.types import EngineId
 
 _logger = logging.getLogger(__name__)
-_CLOSE_S = 10.0
+_CLOSE_S = 5.0
 _NO_CPU = {"CPU": 0.0}
 
 
@@ -81,13 +89,13 @@ class Deployment:
     async def close(self) -> None:
         """End the pool, then its engines, then what they need. Idempotent."""
         handles, self._handles = self._handles, {}
-        for part in sorted(handles, key=lambda name: (name != pool_part(), name.startswith(process_part("")), name)):
-            try:
-                async with asyncio.timeout(_CLOSE_S):
-                    await ActorPeer(handles[part], TransportError).call("close")
-            except (RoseError, TimeoutError) as error:
-                _logger.info("%s did not end by itself: %s", part, error)
-            await asyncio.to_thread(ray.kill, handles[part])
+        pool, engines = pool_part(), engine_part("")
+        for wave in (
+            [part for part in handles if part == pool],
+            [part for part in handles if part.startswith(engines)],
+            [part for part in handles if part != pool and not part.startswith(engines)],
+        ):
+            await asyncio.gather(*(_ended(part, handles[part]) for part in wave))
 
     async def __aenter__(self) -> Self:
         """Return the deployment."""
@@ -100,25 +108,25 @@ class Deployment:
     def _make(self, nodes: Mapping[str, str]) -> None:
         for process in self.spec.processes:
             part = process_part(process.name)
-            self._start(ProcessActor, part, nodes[part], process.resources, process, is_pinned=process.stays)
+            self._start(ProcessActor, part, nodes[part], process, process, is_pinned=process.stays)
         for engine in self.spec.engines:
             self._make_engine(engine, nodes[engine_part(engine.engine_id)])
-        self._start(PoolActor, pool_part(), nodes[pool_part()], self.spec.pool.resources, self.spec.pool)
+        self._start(PoolActor, pool_part(), nodes[pool_part()], self.spec.pool, self.spec.pool)
 
     def _make_engine(self, spec: EngineSpec, node_id: str) -> None:
         part, pool = engine_part(spec.engine_id), self.spec.pool.name
-        self._start(EngineActor, part, node_id, spec.resources, spec, pool, is_pinned=spec.is_pinned)
+        self._start(EngineActor, part, node_id, spec, spec, pool, is_pinned=spec.is_pinned)
 
     def _start(
         self,
         actor: type,
         part: str,
         node_id: str,
-        resources: Mapping[str, float],
+        needs: EngineSpec | PoolSpec | ProcessSpec,
         *arguments: Any,
         is_pinned: bool = False,
     ) -> None:
-        wanted = _NO_CPU | dict(resources)
+        wanted = _NO_CPU | dict(needs.resources)
         options = {
             "name": actor_name(self.spec.pool.name, part),
             "namespace": actors.NAMESPACE,
@@ -128,6 +136,7 @@ class Deployment:
             "num_cpus": wanted.pop("CPU"),
             "num_gpus": wanted.pop("GPU", 0.0),
             "resources": wanted,
+            "label_selector": dict(needs.labels) or None,
             "scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=not is_pinned),
         }
         try:
@@ -162,6 +171,16 @@ async def deploy(spec: DeploymentSpec, *, is_waiting: bool = True) -> Deployment
         await deployment.close()
         raise
     return deployment
+
+
+async def _ended(part: str, actor: ActorHandle) -> None:
+    """Ask an actor to end its work, then end it."""
+    try:
+        async with asyncio.timeout(_CLOSE_S):
+            await ActorPeer(actor, TransportError).call("close")
+    except (RoseError, TimeoutError) as error:
+        _logger.info("%s did not end by itself: %s", part, error)
+    await asyncio.to_thread(ray.kill, actor)
 
 
 def read_nodes() -> Sequence[Node]:

@@ -185,8 +185,8 @@ class RayEngine(ServingEngine):
         while True:
             try:
                 after, items = await self._call("read", after, _WAIT_S)
-            except RoseError as error:
-                self._lose(EngineLostError(str(error)))
+            except Exception as error:  # noqa: BLE001 - the root of a task: streams would wait for ever
+                self._lose(EngineLostError(f"engine {self.engine_id!r} cannot be read: {error}"))
                 return
             for request_id, item in items:
                 stream = self._streams.get(request_id)
