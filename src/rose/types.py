@@ -28,6 +28,32 @@ def _to_tuple(ids: Iterable[int]) -> tuple[int, ...]:
     return tuple(given) if isinstance(given, Iterable) and not isinstance(given, str | bytes) else given
 
 
+class UnseenIds:
+    """Token ids that another process holds: only their number is known here. They can be counted and added to, not read."""
+
+    __slots__ = ("_num_ids",)
+
+    def __init__(self, num_ids: int) -> None:
+        self._num_ids = num_ids
+
+    def __len__(self) -> int:
+        """Return how many there are."""
+        return self._num_ids
+
+    def __add__(self, more: tuple[int, ...]) -> UnseenIds:
+        """Return the ids with more behind them."""
+        return UnseenIds(self._num_ids + len(more))
+
+
+_check_some_ids = checks.token_ids(1)
+
+
+def _check_prompt(turn: object, attribute: attrs.Attribute[Any], value: Any) -> None:
+    """Check for token ids, or for the number of those that are elsewhere."""
+    if type(value) is not UnseenIds or not len(value):
+        _check_some_ids(turn, attribute, value)
+
+
 @functools.total_ordering
 @attrs.frozen
 class WeightVersion:
@@ -108,7 +134,7 @@ class Turn:
 
     trajectory_id: str = attrs.field(validator=checks.text())
     group_id: str = attrs.field(validator=checks.text())
-    prompt_ids: tuple[int, ...] = attrs.field(converter=_to_tuple, validator=checks.token_ids(1))
+    prompt_ids: tuple[int, ...] = attrs.field(converter=_to_tuple, validator=_check_prompt)
     sampling: Sampling = attrs.field(validator=checks.instance(Sampling))
     versions: VersionConstraint = attrs.field(
         factory=AnyVersion, validator=checks.instance(AnyVersion, AtLeast, Exactly)
@@ -139,7 +165,7 @@ class EngineRequest:
     """What one engine is asked for. ``request_id`` is fresh for every attempt, never a trajectory's id."""
 
     request_id: RequestId = attrs.field(validator=checks.text())
-    prompt_ids: tuple[int, ...] = attrs.field(converter=_to_tuple, validator=checks.token_ids(1))
+    prompt_ids: tuple[int, ...] = attrs.field(converter=_to_tuple, validator=_check_prompt)
     sampling: Sampling = attrs.field(validator=checks.instance(Sampling))
     priority: int = attrs.field(default=0, validator=checks.integer())
 
@@ -230,6 +256,17 @@ class TransportAddress:
 
     name: str
     options: tuple[tuple[str, str | int | float | bool], ...] = ()
+
+
+@attrs.frozen(kw_only=True)
+class EngineAddress:
+    """How another process reaches the same engine: a registered name, and the plain-data options of a client of it.
+
+    The options may hold what the engine asks of its callers (a bearer token, a lease's fencing token), so they are not shown.
+    """
+
+    name: str
+    options: tuple[tuple[str, str | int | float | bool], ...] = attrs.field(default=(), repr=False)
 
 
 @attrs.frozen(kw_only=True)

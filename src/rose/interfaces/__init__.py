@@ -5,6 +5,7 @@ from rose.interfaces.device import Device, StepWork
 from rose.interfaces.serving import (
     ServingEngine,
     Slept,
+    SupportsAddress,
     SupportsKvBudget,
     SupportsPrefixReset,
     SupportsSleep,
@@ -24,6 +25,7 @@ __all__ = [
     "ShardSpec",
     "Slept",
     "StepWork",
+    "SupportsAddress",
     "SupportsInvalidate",
     "SupportsKvBudget",
     "SupportsPrefixReset",

@@ -24,6 +24,7 @@ from rose.pool.actions import TIME_EPSILON_S, SettleTurn, StartAttempt, StopAtte
 from rose.pool.config import PoolConfig
 from rose.pool.events import Observer
 from rose.pool.membership import Member
+from rose.pool.sources import open_stream
 from rose.pool.state import PoolState
 from rose.pool.timing import within
 from rose.pool.turns import Attempt
@@ -110,7 +111,7 @@ class Driver:
         while True:
             try:
                 if stream is None:
-                    stream = aiter(attempt.member.engine.generate(attempt.request))
+                    stream = aiter(open_stream(attempt))
                 chunk = await anext(stream)
             except StopAsyncIteration:
                 return EngineError(f"engine {attempt.engine_id!r} ended a stream without a finish reason")

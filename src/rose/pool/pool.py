@@ -14,22 +14,26 @@ import logging
 import uuid
 from collections.abc import Iterable
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import attrs
 
 from rose.checks import shown
 from rose.clocks import MonotonicClock
-from rose.errors import EngineError, TurnFailedError
+from rose.errors import BackendUnavailableError, EngineError, TurnFailedError
 from rose.interfaces import Clock, ServingEngine, Transport
 from rose.policies.routing import EngineState, EngineView, WaitReason
 from rose.pool.config import PoolConfig, WeightPull
 from rose.pool.driver import Driver
 from rose.pool.events import Observer
 from rose.pool.membership import EngineAccount, Member
+from rose.pool.sources import TokenSource
 from rose.pool.state import PoolState
 from rose.pool.weights import SyncReport, TransportSource, UpdateSource, WeightSync
 from rose.types import EngineId, EngineKind, LeaseId, Turn, TurnResult, WeightVersion
+
+if TYPE_CHECKING:
+    from rose.pool.remote_pool import RemotePool
 
 _logger = logging.getLogger(__name__)
 
@@ -78,8 +82,8 @@ class RolloutPool:
         Raises:
             TypeError: An argument is of a wrong type.
         """
-        _check_type("config", config, PoolConfig, type(None))
-        _check_type("seed", seed, int)
+        check_type("config", config, PoolConfig, type(None))
+        check_type("seed", seed, int)
         if clock is not None:
             _check_methods("clock", clock, "now", "sleep")
         if on_event is not None:
@@ -93,10 +97,38 @@ class RolloutPool:
         self._source: TransportSource | None = None
         self._sync = WeightSync(self._state, config=self.config, clock=self._clock, apply=self._driver.apply)
 
+    @staticmethod
+    def connect(url: str, *, token: str | None = None, timeout_s: float = 10.0) -> RemotePool:
+        """Return the face of a pool that runs in another process (``rose pool``, ``rose.hosts.http``).
+
+        Use it as an async context manager in the same way. Tokens stream from the engines themselves where these have an
+        address; the pool decides, and keeps the accounts.
+
+        Args:
+            url: Of the pool's service, ``http://host:port``.
+            token: The bearer token, if the service asks for one.
+            timeout_s: How long short calls may take, and how long the first connection.
+
+        Raises:
+            BackendUnavailableError: The extra ``http`` (aiohttp) is not installed.
+        """
+        try:
+            from rose.pool.remote_pool import RemotePool  # noqa: PLC0415 - loads aiohttp
+        except ModuleNotFoundError as error:
+            if (error.name or "").partition(".")[0] == "rose":
+                raise
+            message = f"a pool over HTTP needs a library that is not installed ({error}); pip install 'rose-rl[http]'"
+            raise BackendUnavailableError(message) from error
+        return RemotePool(url, token=token, timeout_s=timeout_s)
+
     # The trainer's face.
 
-    async def generate(self, turn: Turn) -> TurnResult:
+    async def generate(self, turn: Turn, *, source: TokenSource | None = None) -> TurnResult:
         """Run one turn to its end, wherever that takes it.
+
+        Args:
+            turn: What to generate.
+            source: What gives the turn's tokens once an engine was chosen; the engine's own stream by default.
 
         Raises:
             RequestRefusedError: No engine can ever serve it.
@@ -105,9 +137,9 @@ class RolloutPool:
             TypeError: ``turn`` is no ``Turn``.
         """
         self._check_open()
-        _check_type("turn", turn, Turn)
+        check_type("turn", turn, Turn)
         waiter: asyncio.Future[TurnResult] = asyncio.get_running_loop().create_future()
-        record = self._state.submit(turn, waiter, self._clock.now())
+        record = self._state.submit(turn, waiter, self._clock.now(), source=source)
         try:
             self._driver.apply()
         except BaseException:
@@ -149,6 +181,21 @@ class RolloutPool:
             self._source = TransportSource(transport)
         return self._source
 
+    @property
+    def clock(self) -> Clock:
+        """The clock of every time that the pool tells."""
+        return self._clock
+
+    def engine(self, engine_id: EngineId) -> ServingEngine | None:
+        """Return an engine of the pool, ``None`` when it is not in it."""
+        member = self._state.engines.members.get(engine_id)
+        return None if member is None else member.engine
+
+    @property
+    def version(self) -> WeightVersion | None:
+        """The latest version that an engine acknowledged, ``None`` before the first."""
+        return self._state.engines.version
+
     def snapshot(self) -> PoolSnapshot:
         """Read the pool's state now."""
         waiting = self._state.waiting_reasons()
@@ -189,9 +236,9 @@ class RolloutPool:
             TypeError: An argument is of a wrong type.
         """
         self._check_open()
-        _check_type("engine", engine, ServingEngine)
-        _check_type("kind", kind, EngineKind)
-        _check_type("lease_id", lease_id, str, type(None))
+        check_type("engine", engine, ServingEngine)
+        check_type("kind", kind, EngineKind)
+        check_type("lease_id", lease_id, str, type(None))
         member = self._state.lifecycle.join(engine, kind, lease_id, self._clock.now())
         try:
             reading = await self._driver.read(member)
@@ -288,7 +335,12 @@ class RolloutPool:
             _logger.warning("engine %s could not catch up", member.engine_id, exc_info=True)
 
 
-def _check_type(name: str, value: object, *allowed: type) -> None:
+def check_type(name: str, value: object, *allowed: type) -> None:
+    """Refuse an argument of a wrong type.
+
+    Raises:
+        TypeError: It is of none of ``allowed``; a boolean is no integer.
+    """
     if not isinstance(value, allowed) or (isinstance(value, bool) and bool not in allowed):
         names = " or ".join("None" if cls is type(None) else cls.__name__ for cls in allowed)
         message = f"{name} must be of type {names}, got {shown(value)}"
@@ -308,5 +360,5 @@ def _check_engines(name: str, engines: object) -> list[ServingEngine]:
         raise TypeError(message)
     checked = list(engines)
     for i, engine in enumerate(checked):
-        _check_type(f"{name}[{i}]", engine, ServingEngine)
+        check_type(f"{name}[{i}]", engine, ServingEngine)
     return checked

@@ -38,6 +38,7 @@ from rose.pool.events import PoolEvent
 from rose.pool.journal import Journal
 from rose.pool.lifecycle import Lifecycle
 from rose.pool.membership import Member, Membership
+from rose.pool.sources import TokenSource
 from rose.pool.turns import Attempt, TurnRecord
 from rose.pool.waiting import TrajectoryMemory, WaitingQueue
 from rose.types import (
@@ -85,8 +86,8 @@ class PoolState:
 
     # What the caller of a turn does.
 
-    def submit(self, turn: Turn, waiter: Any, now_s: float) -> TurnRecord:
-        """Take a turn in."""
+    def submit(self, turn: Turn, waiter: Any, now_s: float, *, source: TokenSource | None = None) -> TurnRecord:
+        """Take a turn in. ``source`` gives its tokens, in place of the engines' own streams."""
         number = next(self._numbers)
         record = TurnRecord(
             turn=turn,
@@ -96,6 +97,7 @@ class PoolState:
             queued_s=now_s,
             affinity=self._memory.last_engine(turn.trajectory_id),
             waiter=waiter,
+            source=source,
         )
         self._waiting.add(record)
         self.live[number] = record

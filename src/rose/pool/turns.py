@@ -38,6 +38,7 @@ from rose.types import (
 
 if TYPE_CHECKING:
     from rose.pool.membership import Member
+    from rose.pool.sources import TokenSource
 
 
 Demand = tuple[VersionConstraint, bool, str | None]
@@ -71,7 +72,7 @@ class Attempt:
 
 @attrs.define(kw_only=True, eq=False)
 class TurnRecord:
-    """A turn that is in the pool's hands. ``waiter`` belongs to the caller of the state core.
+    """A turn that is in the pool's hands. ``waiter`` belongs to the caller of the state core, ``source`` to its shell.
 
     It ``is_suspect`` once an engine failed it with an error that says as much about the request as about the engine.
     """
@@ -83,6 +84,7 @@ class TurnRecord:
     queued_s: float
     affinity: EngineId | None = None
     waiter: Any = None
+    source: TokenSource | None = None
     token_ids: list[int] = attrs.field(factory=list)
     logprobs: list[float] = attrs.field(factory=list)
     spans: list[VersionSpan] = attrs.field(factory=list)
@@ -149,7 +151,7 @@ class TurnRecord:
         seed = None if sampling.seed is None else sampling.seed + done
         return EngineRequest(
             request_id=request_id,
-            prompt_ids=(*self.turn.prompt_ids, *self.token_ids),
+            prompt_ids=self.turn.prompt_ids + tuple(self.token_ids),
             sampling=attrs.evolve(sampling, max_tokens=sampling.max_tokens - done, seed=seed),
         )
 

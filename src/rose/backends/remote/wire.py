@@ -7,8 +7,10 @@ a lease that is over, or with an outdated fencing token, is ``fenced``. A stream
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Mapping
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -87,9 +89,43 @@ def error_from_wire(data: Any, status: int = 500) -> RoseError:
 
 def request_to_wire(request: EngineRequest) -> dict[str, Any]:
     """Return a request as plain data."""
+    return {**_without_prompt(request), "prompt_ids": list(request.prompt_ids)}
+
+
+class PreparedIds:
+    """JSON text of prompts that are about to be sent, so that it can be made while something else is waited for.
+
+    A text belongs to one tuple, not to what is equal to it, and is used once; the oldest go.
+    """
+
+    def __init__(self, max_prompts: int) -> None:
+        self._max_prompts = max_prompts
+        self._texts: OrderedDict[int, tuple[Sequence[int], str]] = OrderedDict()
+
+    def prepare(self, ids: Sequence[int]) -> None:
+        """Make the text."""
+        self._texts[id(ids)] = (ids, json.dumps(ids, separators=(",", ":")))
+        if len(self._texts) > self._max_prompts:
+            self._texts.popitem(last=False)
+
+    def take(self, ids: Sequence[int]) -> str:
+        """Return the text, the prepared one if there is one."""
+        known = self._texts.pop(id(ids), None)
+        return known[1] if known is not None and known[0] is ids else json.dumps(ids, separators=(",", ":"))
+
+
+PREPARED = PreparedIds(256)
+
+
+def request_to_json(request: EngineRequest) -> bytes:
+    """Return a request as JSON text; its prompt as prepared, if it was."""
+    rest = json.dumps(_without_prompt(request))
+    return f'{rest[:-1]}, "prompt_ids": {PREPARED.take(request.prompt_ids)}}}'.encode()
+
+
+def _without_prompt(request: EngineRequest) -> dict[str, Any]:
     return {
         "request_id": request.request_id,
-        "prompt_ids": list(request.prompt_ids),
         "sampling": attrs.asdict(request.sampling, value_serializer=_lists),
         "priority": request.priority,
     }
