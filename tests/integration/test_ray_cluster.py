@@ -22,9 +22,10 @@ pytest.importorskip("ray", reason="Ray is not installed: pip install 'rose-rl[ra
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "hosts"))
 from ray_parts import fake, install_fakes, turn
 
+from rose import sync
 from rose.backends.memory import MemoryTransport
 from rose.errors import ConfigError, RequestRefusedError, TransportError
-from rose.hosts.ray import DeploymentSpec, PoolSpec, ProcessSpec, SyncRayPool, connect, deploy
+from rose.hosts.ray import DeploymentSpec, PoolSpec, ProcessSpec, connect, deploy
 from rose.policies.node_placement import PartRole
 from rose.pool import EngineState, PoolConfig
 from rose.testing import FakeEngine, FakeTrainer
@@ -225,7 +226,7 @@ async def test_errors_cancellation_clients_and_engines_that_come_and_go(cluster)
 
 
 def _blocking(name: str) -> list[Any]:
-    with SyncRayPool(lambda: connect(name)) as pool:
+    with sync.RolloutPool.over(lambda: connect(name)) as pool:
         return pool.generate_many([turn(i) for i in range(5)])
 
 

@@ -7,6 +7,7 @@ import asyncio
 import pytest
 from ray_parts import Cable, fake, install_fakes, site, turn, until
 
+from rose import sync
 from rose.errors import ConfigError, RequestRefusedError, TransportError
 from rose.hosts.ray.client import ClientConfig, RayPool
 from rose.hosts.ray.specs import EngineSpec
@@ -182,3 +183,26 @@ async def test_engines_and_accounts_are_reached_through_the_client():
             assert await pool.remove_engine("own", "enough")
             with pytest.raises(ConfigError, match="this is no address of a store"):
                 await pool.sync_weights({"host": "nowhere"})
+
+
+async def test_loops_without_asyncio_use_the_same_client():
+    async with site(a=fake("a", vocab_size=50)) as here:
+        host, loop = here.pool(), asyncio.get_running_loop()
+
+        class Elsewhere:
+            """Calls a host on another loop, as the calls of an actor do."""
+
+            async def call(self, method, *arguments):
+                work = asyncio.run_coroutine_threadsafe(getattr(host, method)(*arguments), loop)
+                return await asyncio.wrap_future(work)
+
+        def work():
+            with sync.RolloutPool.over(lambda: RayPool(Elsewhere(), name="p", config=QUICK)) as pool:
+                results = pool.generate_many([turn(i) for i in range(5)])
+                with pytest.raises(RequestRefusedError):
+                    pool.generate(turn(99))
+                return results, pool.accounts()["a"].num_tokens, pool.call(lambda pool: pool.status()).node_id
+
+        results, num_tokens, node_id = await asyncio.to_thread(work)
+        assert [len(result.token_ids) for result in results] == [8] * 5
+        assert (num_tokens, node_id) == (40, "node-pool")

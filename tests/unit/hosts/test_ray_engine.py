@@ -96,7 +96,7 @@ async def test_a_read_that_fails_in_any_way_ends_the_streams():
 
     host = Confused(fake("e"))
     engine, _ = await opened(host)
-    with pytest.raises(EngineLostError, match="engine 'e' cannot be read: what?"):
+    with pytest.raises(EngineLostError, match=r"engine 'e' cannot be read: what?"):
         await tokens(engine, request())
     await ended(engine, host)
 

@@ -10,7 +10,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from rose.errors import BackendUnavailableError
-from rose.hosts.ray.blocking import SyncRayPool
 from rose.hosts.ray.client import ClientConfig, RayPool
 from rose.hosts.ray.specs import DeploymentSpec, EngineSpec, PoolSpec, ProcessSpec
 
@@ -32,7 +31,6 @@ __all__ = [
     "PoolSpec",
     "ProcessSpec",
     "RayPool",
-    "SyncRayPool",
     "connect",
     "deploy",
 ]
