@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 
 import pytest
 from ray_parts import Cable, fake, install_fakes, site, turn, until
 
 from rose.backends.memory import MemoryTransport
+from rose.coserving.ledger import Ledger
 from rose.errors import EngineLostError, RequestRefusedError, RoseError, TurnFailedError
 from rose.hosts.ray.engine_host import EngineHost
+from rose.hosts.ray.specs import LenderSpec
 from rose.pool import EngineState
 from rose.testing import FakeTrainer
 from rose.transfer.publisher import Publisher
@@ -186,6 +189,25 @@ async def test_closing_ends_turns_and_tasks_and_leaves_engines_alone():
         assert (await here.cables["a"].host.describe()).version is None
         rest = asyncio.all_tasks() - {asyncio.current_task()}
         assert not rest, rest
+
+
+async def test_engines_are_borrowed_from_a_lender_and_given_back(tmp_path):
+    pytest.importorskip("aiohttp", reason="aiohttp is not installed: pip install 'rose-rl[http]'")
+    from rose.hosts.http.lender import serve_lender  # noqa: PLC0415 - after the skip
+    from rose.hosts.http.lender_config import LenderConfig, LentDeviceConfig  # noqa: PLC0415
+
+    ledger = Ledger.create(tmp_path / "gpu0.ledger")
+    ledger.beat(time.monotonic())
+    devices = {"gpu0": LentDeviceConfig(ledger=tmp_path / "gpu0.ledger")}
+    config = LenderConfig(state=tmp_path / "lender.sqlite", devices=devices, listen="127.0.0.1:0")
+    async with serve_lender(config) as url, site(a=fake("a")) as here:
+        lender = LenderSpec(url=url, job="job", engines={"gpu0": fake("far", kind=EngineKind.BORROWED)})
+        pool = here.pool(lender=lender)
+        results = await asyncio.gather(*(pool.generate(turn(i)) for i in range(40)))
+        assert {result.hops[-1].engine_id for result in results} == {"a", "far"}
+        assert ledger.budget().is_granted
+        await pool.close()
+        assert not ledger.budget().is_granted
 
 
 def test_versions_sort_newest_first():

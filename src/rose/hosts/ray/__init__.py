@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from rose.errors import BackendUnavailableError
 from rose.hosts.ray.client import ClientConfig, RayPool
-from rose.hosts.ray.specs import DeploymentSpec, EngineSpec, PoolSpec, ProcessSpec
+from rose.hosts.ray.specs import DeploymentSpec, EngineSpec, LenderSpec, PoolSpec, ProcessSpec
 
 if TYPE_CHECKING:
     from rose.hosts.ray.actors import connect
@@ -28,6 +28,7 @@ __all__ = [
     "Deployment",
     "DeploymentSpec",
     "EngineSpec",
+    "LenderSpec",
     "PoolSpec",
     "ProcessSpec",
     "RayPool",

@@ -16,12 +16,13 @@ import asyncio
 import contextlib
 import logging
 import uuid
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import attrs
 
 from rose import registry
+from rose.clocks import MonotonicClock
 from rose.errors import RoseError, TurnFailedError
 from rose.hosts.ray.engine import RayEngine
 from rose.hosts.ray.engine_host import EngineCard, portable
@@ -30,8 +31,9 @@ from rose.hosts.ray.sessions import Delivery, Sessions, TurnId
 from rose.hosts.ray.specs import EngineSpec, PoolSpec
 from rose.interfaces import ServingEngine, Transport
 from rose.policies.routing import EngineState
-from rose.pool import EngineAccount, PoolSnapshot, RolloutPool, SyncReport
-from rose.types import EngineId, EngineKind, TransportAddress, Turn, TurnResult, WeightVersion
+from rose.pool import Borrower, EngineAccount, PoolSnapshot, RolloutPool, SyncReport
+from rose.pool.remote_lender import RemoteLender
+from rose.types import DeviceId, EngineId, EngineKind, JobId, TransportAddress, Turn, TurnResult, WeightVersion
 
 _logger = logging.getLogger(__name__)
 _MOST_BACKOFF = 8.0
@@ -197,11 +199,12 @@ class PoolHost:
             )
             async with RolloutPool(dedicated, borrowed=borrowed, config=self._spec.config) as pool:
                 catching_up = await self._gather(pool)
-                started.set_result(pool)
-                supervising = asyncio.create_task(self._supervise(pool))
-                await self._closing.wait()
-                await _ended([supervising, *catching_up, *(each.joining for each in self._placed.values())])
-                await self._sessions.close()
+                async with self._borrowing(pool):
+                    started.set_result(pool)
+                    supervising = asyncio.create_task(self._supervise(pool))
+                    await self._closing.wait()
+                    await _ended([supervising, *catching_up, *(each.joining for each in self._placed.values())])
+                    await self._sessions.close()
         except Exception as error:  # noqa: BLE001 - the root of a task: told to everybody who waits for the start
             self._started = None
             if not started.done():
@@ -209,6 +212,21 @@ class PoolHost:
                 started.exception()  # it is no fault of the loop's when nobody asks
         finally:
             await self._let_go()
+
+    @contextlib.asynccontextmanager
+    async def _borrowing(self, pool: RolloutPool) -> AsyncIterator[None]:
+        """Borrow engines for the pool for as long as this lasts, where there is a lender."""
+        spec = self._spec.lender
+        if spec is None:
+            yield
+            return
+        clock = MonotonicClock()
+        engines = {DeviceId(device): await self._made(engine) for device, engine in spec.engines.items()}
+        async with (
+            RemoteLender(spec.url, token=spec.token, clock=clock) as lender,
+            Borrower(lender, pool, engines, job=JobId(spec.job), clock=clock, model=spec.model),
+        ):
+            yield
 
     async def _let_go(self) -> None:
         for engine in [*self._own, *(placed.engine for placed in self._placed.values())]:

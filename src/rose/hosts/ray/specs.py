@@ -105,6 +105,25 @@ class ProcessSpec:
 
 
 @attrs.frozen(kw_only=True)
+class LenderSpec:
+    """Engines that the pool borrows from a running lender, by their leases.
+
+    Attributes:
+        url: Of the lender's service (``rose lend``).
+        job: In whose name devices are borrowed.
+        engines: Device -> the engine on it, a client in the pool's own process: ``remote`` with the URL of the device's executor.
+        token: The job's bearer token.
+        model: What the engines run.
+    """
+
+    url: str = attrs.field(validator=checks.text(r"https?://.+"))
+    job: str = attrs.field(validator=checks.text(_NAME))
+    engines: Mapping[str, EngineSpec]
+    token: str | None = attrs.field(default=None, repr=False)
+    model: str | None = None
+
+
+@attrs.frozen(kw_only=True)
 class PoolSpec:
     """The pool.
 
@@ -112,6 +131,7 @@ class PoolSpec:
         name: Under which clients find it.
         config: Its settings.
         engines: Engines in the pool's own process: clients of engines elsewhere, mostly (``remote``).
+        lender: Where it borrows engines.
         resources: What it takes of its node.
         labels: What its node must have.
         gather_s: How long a pool that was started anew waits for engines that are being started before it serves with the others.
@@ -122,6 +142,7 @@ class PoolSpec:
     name: str = attrs.field(validator=checks.text(_NAME))
     config: PoolConfig = attrs.field(factory=PoolConfig, validator=checks.instance(PoolConfig))
     engines: tuple[EngineSpec, ...] = attrs.field(default=(), converter=tuple)
+    lender: LenderSpec | None = None
     resources: Mapping[str, float] = attrs.field(factory=dict)
     labels: Mapping[str, str] = attrs.field(factory=dict)
     gather_s: float = attrs.field(default=10.0, validator=checks.number(at_least=0))
@@ -146,7 +167,8 @@ class DeploymentSpec:
     is_detached: bool = attrs.field(default=False, validator=checks.boolean())
 
     def __attrs_post_init__(self) -> None:
-        ids = [engine.engine_id for engine in (*self.pool.engines, *self.engines)]
+        lent = () if self.pool.lender is None else tuple(self.pool.lender.engines.values())
+        ids = [engine.engine_id for engine in (*self.pool.engines, *lent, *self.engines)]
         names = [process.name for process in self.processes]
         for what, given in (("engines", ids), ("processes", names)):
             _refuse_twice(what, given)
