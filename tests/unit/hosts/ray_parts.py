@@ -64,6 +64,7 @@ class Cable(Peer):
     def __init__(self, host: object, unreachable: type[RoseError] = EngineLostError) -> None:
         self.host: object | None = host
         self.calls: list[str] = []
+        self.is_gone = False
         self._unreachable = unreachable
         self._cut = asyncio.Event()
 

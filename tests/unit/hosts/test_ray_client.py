@@ -101,6 +101,18 @@ async def test_a_pool_that_does_not_come_back_ends_every_turn_in_time():
                 await pool.status()
 
 
+async def test_nobody_waits_for_a_pool_that_has_ended():
+    async with site(a=fake("a")) as here:
+        pool, cable = client(here.pool(), ClientConfig(restart_timeout_s=600.0, retry_s=0.01))
+        async with pool:
+            running = asyncio.create_task(pool.generate(turn(num_tokens=2000)))
+            await until(lambda: any(each.epoch for each in pool._pending.values()))
+            cable.cut()
+            cable.is_gone = True
+            with pytest.raises(TransportError, match="pool 'p' has ended for good: the cable was cut"):
+                await running
+
+
 @pytest.mark.parametrize("after_calls", [0, 1, 2, 5], ids="after {} yields".format)
 async def test_a_cancelled_turn_leaves_nothing(after_calls):
     async with site(a=fake("a")) as here:
@@ -191,6 +203,8 @@ async def test_loops_without_asyncio_use_the_same_client():
 
         class Elsewhere:
             """Calls a host on another loop, as the calls of an actor do."""
+
+            is_gone = False
 
             async def call(self, method, *arguments):
                 work = asyncio.run_coroutine_threadsafe(getattr(host, method)(*arguments), loop)

@@ -12,7 +12,7 @@ from typing import Any
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import ActorDiedError, RayActorError, RayError, RayTaskError
 from ray.util import list_named_actors
 
 from rose.errors import ConfigError, EngineLostError, RoseError, TransportError
@@ -43,6 +43,12 @@ class ActorPeer(Peer):
     def __init__(self, actor: ActorHandle, unreachable: type[RoseError]) -> None:
         self._actor = actor
         self._unreachable = unreachable
+        self._is_gone = False
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether Ray has said that the actor is dead and will not be started again."""
+        return self._is_gone
 
     async def call(self, method: str, *arguments: Any) -> Any:
         """Call a method of the actor. What it raises comes back in its own type, without Ray's wrapping."""
@@ -55,6 +61,7 @@ class ActorPeer(Peer):
             message = f"{method} failed in its actor: {cause!r}"
             raise self._unreachable(message) from error
         except RayError as error:
+            self._is_gone = self._is_gone or isinstance(error, ActorDiedError)
             what = "is gone or cannot be reached" if isinstance(error, RayActorError) else "cannot be called"
             message = f"the actor {what} ({type(error).__name__}: {_first_line(error)})"
             raise self._unreachable(message) from error
@@ -137,9 +144,9 @@ class EngineActor(EngineHost):
         return address
 
     async def close(self) -> None:
-        """End the engine and the actor, which is not started again."""
+        """End the engine and the actor, which is not started again. Its caller hears that the actor is gone."""
         await super().close()
-        asyncio.get_running_loop().call_later(0.1, ray.actor.exit_actor)
+        ray.actor.exit_actor()
 
 
 class ProcessActor(ProcessHost):

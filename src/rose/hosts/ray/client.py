@@ -165,7 +165,7 @@ class RayPool:
         """Return once the pool answers; gives its incarnation, which changes whenever it is started anew.
 
         Raises:
-            TransportError: It does not within ``restart_timeout_s``.
+            TransportError: It does not within ``restart_timeout_s``, or is known to have ended.
             RoseError: It cannot start.
         """
         limit_s = self._config.restart_timeout_s
@@ -175,6 +175,9 @@ class RayPool:
             try:
                 return str(await self._peer.call("hello"))
             except TransportError as error:
+                if self._peer.is_gone:
+                    message = f"pool {self._name!r} has ended for good: {error}"
+                    raise TransportError(message) from error
                 if asyncio.get_running_loop().time() >= deadline_s:
                     message = f"pool {self._name!r} did not come back within {limit_s:g} s: {error}"
                     raise TransportError(message) from error

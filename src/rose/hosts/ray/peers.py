@@ -8,6 +8,10 @@ from typing import Any, Protocol
 class Peer(Protocol):
     """The other side of a connection."""
 
+    @property
+    def is_gone(self) -> bool:
+        """Whether it is known that it will never answer again."""
+
     async def call(self, method: str, *arguments: Any) -> Any:
         """Call a method there and return its result.
 
@@ -22,6 +26,11 @@ class LocalPeer:
     def __init__(self, host: object) -> None:
         """Call the methods of ``host``."""
         self._host = host
+
+    @property
+    def is_gone(self) -> bool:
+        """Never."""
+        return False
 
     async def call(self, method: str, *arguments: Any) -> Any:
         """Call it."""
