@@ -58,7 +58,7 @@ def turn(number: int = 0, *, num_tokens: int = 8) -> Turn:
     )
 
 
-class Cable(Peer):
+class Cable:
     """A connection that can be cut: calls raise, those under way included; and plugged into another host."""
 
     def __init__(self, host: object, unreachable: type[RoseError] = EngineLostError) -> None:
