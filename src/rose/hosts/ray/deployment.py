@@ -51,6 +51,7 @@ class Deployment:
     def __init__(self, spec: DeploymentSpec) -> None:
         self.spec = spec
         self.nodes: dict[str, str] = {}
+        self._parts = spec.parts()
         self._handles: dict[str, ActorHandle] = {}
 
     def client(self, config: ClientConfig | None = None) -> RayPool:
@@ -67,9 +68,13 @@ class Deployment:
         part = Part(
             name=engine_part(spec.engine_id), role=PartRole.ENGINE, resources=spec.resources, labels=spec.labels
         )
-        wanted = [*(each for each in self.spec.parts() if each.name in self._handles), part]
+        if part.name in self._handles:
+            message = f"engine {spec.engine_id!r} is deployed already; remove it first, or give this one another name"
+            raise ConfigError(message)
+        wanted = [*(each for each in self._parts if each.name in self._handles), part]
         placement = plan_placement(await asyncio.to_thread(read_nodes), wanted, placed=self.nodes)
         await asyncio.to_thread(self._make_engine, spec, _node_of(placement.nodes, placement.unplaced, part.name))
+        self._parts = wanted
 
     async def remove_engine(self, engine_id: EngineId, reason: str) -> bool:
         """Take an engine out of the pool and end its actor. See ``RolloutPool.remove_engine``."""
