@@ -163,6 +163,7 @@ class RouteReason(enum.Enum):
     AFFINITY = "affinity"
     DEDICATED = "dedicated"
     BORROWED = "borrowed"
+    MIGRATED = "migrated"
     REROUTED_EVICTED = "rerouted_evicted"
     REROUTED_STALLED = "rerouted_stalled"
     REROUTED_LOST = "rerouted_lost"

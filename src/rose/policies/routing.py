@@ -21,6 +21,7 @@ from collections.abc import Set as AbstractSet
 import attrs
 
 from rose import checks
+from rose.policies.pace import PaceConfig
 from rose.policies.ordered import OrderedRoom, Sizes
 from rose.policies.staleness import is_admissible, is_out_of_reach
 from rose.types import EngineId, EngineKind, HopEnd, RouteReason, VersionConstraint, WeightVersion
@@ -46,6 +47,13 @@ class Circuit(enum.Enum):
     HALF_OPEN = "half_open"
 
 
+class Rule(enum.Enum):
+    """How turns find their engines."""
+
+    VALUE = "value"
+    PAPER = "paper"
+
+
 class WaitReason(enum.IntEnum):
     """Why a turn waits: the last test that the engine which came furthest did not pass. Closed list, in test order."""
 
@@ -61,6 +69,11 @@ class RoutingConfig:
     """Limits of the routing policy. ``cap_per_engine`` bounds the turns in flight on one engine (paper: 16)."""
 
     cap_per_engine: int = attrs.field(default=16, validator=checks.integer(1))
+    rule: Rule = attrs.field(default=Rule.VALUE, validator=checks.instance(Rule))
+    hysteresis_fraction: float = attrs.field(default=0.1, validator=checks.number(at_least=0, at_most=1))
+    progress_factor: float = attrs.field(default=1.0, validator=checks.number(at_least=0))
+    load_margin: int = attrs.field(default=4, validator=checks.integer(1))
+    pace: PaceConfig = attrs.field(factory=PaceConfig, validator=checks.instance(PaceConfig))
 
 
 @attrs.frozen(kw_only=True)
@@ -82,6 +95,9 @@ class EngineView:
     kv_total_tokens: int | None = None
     kv_reserved_tokens: int = 0
     kv_used_fraction: float = 0.0
+    pace_s: float | None = None
+    slope_s: float = 0.0
+    prefill_s: float = 0.0
 
 
 @attrs.frozen(kw_only=True)
@@ -96,6 +112,7 @@ class TurnView:
     num_prompt_tokens: int
     num_new_tokens: int
     affinity: EngineId | None = None
+    num_made_tokens: int = 0
     avoid: AbstractSet[EngineId] = frozenset()
     moved_by: HopEnd | None = None
     is_dedicated_only: bool = False
@@ -129,7 +146,7 @@ _MOVED_REASON = {
 _KINDS = (EngineKind.DEDICATED, EngineKind.BORROWED)  # in the order in which they are preferred
 _ANY_SIZE: Sizes = (math.inf, math.inf)
 
-Place = tuple[int, float, EngineId]
+Place = tuple[float, int, float, EngineId]
 """An open engine's place among those of its kind: turns in flight, KV use, id."""
 
 
@@ -146,7 +163,7 @@ class _Group:
 
     def first(self, asked: Sizes, avoid: AbstractSet[EngineId]) -> Place | None:
         """Return the first engine with room that is not avoided."""
-        return next((place for place in self.open.fitting(asked) if place[2] not in avoid), None)
+        return next((place for place in self.open.fitting(asked) if place[-1] not in avoid), None)
 
 
 class RoutingIndex:
@@ -262,16 +279,37 @@ class RoutingIndex:
         if turn.affinity is not None and turn.affinity not in turn.avoid:
             view = self._views.get(turn.affinity)
             if view is not None and self._can_take(view, turn):
-                return view
+                if self._config.rule is Rule.PAPER or view.pace_s is None:
+                    return view
+                return self._worthier(view, turn) or view
         asked = _asked(turn)
         for kind in _kinds(is_dedicated_only=turn.is_dedicated_only):
             groups = self._admissible((kind,), turn.versions)
             firsts = [place for group in groups if (place := group.first(asked, turn.avoid)) is not None]
             if firsts:
-                return self._views[min(firsts)[2]]
+                return self._views[min(firsts)[-1]]
         avoided = [self._views[engine_id] for engine_id in turn.avoid if engine_id in self._views]
         takers = [view for view in avoided if self._can_take(view, turn)]
         return min(takers, key=lambda view: _rank_avoided(view, turn), default=None)
+
+    def _worthier(self, here: EngineView, turn: TurnView) -> EngineView | None:
+        """Return an engine where the turn's trajectory is done clearly earlier, its prompt computed anew."""
+        left = self._config.progress_factor * turn.num_made_tokens
+        asked = _asked(turn)
+        prompt = turn.num_prompt_tokens
+        best, best_s = None, (here.pace_s + here.slope_s * prompt) * left * (1 - self._config.hysteresis_fraction)
+        for kind in _kinds(is_dedicated_only=turn.is_dedicated_only):
+            for group in self._admissible((kind,), turn.versions):
+                place = group.first(asked, turn.avoid)
+                if place is None or place[-1] == here.engine_id:
+                    continue
+                view = self._views[place[-1]]
+                if view.pace_s is None:
+                    continue
+                there_s = (view.pace_s + view.slope_s * prompt) * left + view.prefill_s * prompt
+                if there_s < best_s:
+                    best, best_s = view, there_s
+        return best
 
     def _furthest_obstacle(self, turn: TurnView) -> WaitReason:
         """Return the last test that the engine which came furthest did not pass, given that none passed all."""
@@ -313,7 +351,7 @@ def _kinds(*, is_dedicated_only: bool) -> tuple[EngineKind, ...]:
 
 
 def _place(view: EngineView) -> Place:
-    return (view.num_in_flight, view.kv_used_fraction, view.engine_id)
+    return (view.pace_s or 0.0, view.num_in_flight, view.kv_used_fraction, view.engine_id)
 
 
 def _asked(turn: TurnView) -> Sizes:
@@ -344,4 +382,6 @@ def _reason(view: EngineView, turn: TurnView) -> RouteReason:
         return _MOVED_REASON[turn.moved_by]
     if view.engine_id == turn.affinity:
         return RouteReason.AFFINITY
+    if turn.affinity is not None:
+        return RouteReason.MIGRATED
     return RouteReason.DEDICATED if view.kind is EngineKind.DEDICATED else RouteReason.BORROWED

@@ -20,10 +20,11 @@ import attrs
 from rose.errors import EngineLostError
 from rose.interfaces import ServingEngine
 from rose.policies.routing import Circuit, EngineState, EngineView, RoutingIndex
+from rose.policies.pace import PaceModel
 from rose.pool.circuit import CircuitBreaker
 from rose.pool.config import PoolConfig
 from rose.pool.turns import Attempt
-from rose.types import EngineId, EngineKind, EngineSnapshot, HopEnd, LeaseId, WeightVersion
+from rose.types import EngineId, EngineKind, EngineSnapshot, HopEnd, LeaseId, RouteReason, WeightVersion
 
 _MAX_LOANS = 512
 _S = EngineState
@@ -79,6 +80,7 @@ class Member:
     reading: EngineSnapshot | None = None
     held: dict[int, Attempt] = attrs.field(factory=dict)
     kv_reserved_tokens: int = 0
+    load_tokens: int = 0
     last_token_s: float = -math.inf
     busy_since_s: float = 0.0
     asked_s: float = math.inf
@@ -131,6 +133,7 @@ class Membership:
         self._rng = rng
         self._accounts: dict[EngineId, EngineAccount] = {}
         self._freed: list[Member] = []
+        self.pace = PaceModel(config.routing.pace)
 
     def get(self, engine_id: EngineId) -> Member:
         """Return a member.
@@ -174,6 +177,7 @@ class Membership:
         """Let a member go; nothing happens when another one has taken its id."""
         if self.members.get(member.engine_id) is member:
             del self.members[member.engine_id]
+            self.pace.forget(member.engine_id)
             self.index.drop(member.engine_id)
 
     def move(self, member: Member, state: EngineState) -> bool:
@@ -195,7 +199,24 @@ class Membership:
     def refresh(self, member: Member) -> None:
         """Bring the routing index up to date with a member that changed."""
         if self.members.get(member.engine_id) is member:
-            self.index.put(member.view())
+            self.index.put(self._view(member))
+
+    def _view(self, member: Member) -> EngineView:
+        pace_s = self.pace.pace_s(member.engine_id, member.kind, member.load_tokens)
+        if pace_s is None:
+            return member.view()
+        return attrs.evolve(member.view(), pace_s=pace_s, slope_s=self.pace.slope(member.engine_id, member.kind), prefill_s=self.pace.prefill_s())
+
+    def learn(self, attempt: Attempt, now_s: float) -> None:
+        """Let the paces know of a turn that ended."""
+        member, pace = attempt.member, self.pace
+        pace.now_s = now_s
+        load = (attempt.load_tokens + member.load_tokens) / 2
+        duration_s = now_s - attempt.assigned_s
+        if attempt.reason is RouteReason.AFFINITY:
+            pace.observe(member.engine_id, member.kind, load_tokens=load, num_tokens=attempt.num_tokens, duration_s=duration_s)
+        elif len(attempt.record.hops) == 0 and attempt.record.affinity is not None and (own_s := pace.pace_s(member.engine_id, member.kind, load)):
+            pace.observe_move(num_prompt_tokens=len(attempt.request.prompt_ids), extra_s=duration_s - own_s * attempt.num_tokens)
 
     def hold(self, member: Member, attempt: Attempt, now_s: float) -> None:
         """Reserve a slot and KV room for an attempt."""
@@ -203,6 +224,8 @@ class Membership:
             member.busy_since_s = now_s
         member.held[attempt.number] = attempt
         member.kv_reserved_tokens += attempt.max_kv_tokens
+        member.load_tokens += len(attempt.request.prompt_ids)
+        attempt.load_tokens = member.load_tokens
         member.account.num_attempts += 1
         self.refresh(member)
 
@@ -210,6 +233,7 @@ class Membership:
         """Free what an attempt had reserved."""
         del member.held[attempt.number]
         member.kv_reserved_tokens -= attempt.max_kv_tokens
+        member.load_tokens -= len(attempt.request.prompt_ids) + attempt.num_tokens
         if not member.held:
             member.account.busy_s += now_s - member.busy_since_s
             self._freed.append(member)

@@ -95,6 +95,7 @@ class PoolState:
             arrived_s=now_s,
             queued_s=now_s,
             affinity=self._memory.last_engine(turn.trajectory_id),
+            num_before_tokens=self._memory.num_tokens(turn.trajectory_id),
             waiter=waiter,
         )
         self._waiting.add(record)
@@ -188,6 +189,7 @@ class PoolState:
 
     def plan(self, now_s: float) -> tuple[list[Action], list[PoolEvent]]:
         """Route every turn that can go now; returns the I/O to do, in order, and what there is to tell."""
+        self.engines.pace.now_s = now_s
         while len(self._waiting) and self.engines.index.has_open_engine():
             if not self._route_next(now_s):
                 break
@@ -245,6 +247,7 @@ class PoolState:
             reason=decision.reason,
             number=number,
             last_progress_s=now_s,
+            assigned_s=now_s,
         )
         record.attempt = self._open[number] = attempt
         self.engines.hold(attempt.member, attempt, now_s)
@@ -257,6 +260,7 @@ class PoolState:
         member = attempt.member
         is_first = attempt.num_tokens == 0
         attempt.num_tokens += taken
+        member.load_tokens += taken
         attempt.last_progress_s = member.last_token_s = now_s
         member.account.num_tokens += taken
         if is_first and member.circuit.succeed():
@@ -353,6 +357,8 @@ class PoolState:
         """Close an attempt. ``is_over``: the stream ended by itself, so there is nothing to stop."""
         attempt.is_open = False
         attempt.record.attempt = None
+        if ended is HopEnd.FINISHED:
+            self.engines.learn(attempt, now_s)
         del self._open[attempt.number]
         hop = Hop(engine_id=attempt.engine_id, reason=attempt.reason, num_tokens=attempt.num_tokens, ended=ended)
         attempt.record.hops.append(hop)
@@ -376,7 +382,7 @@ class PoolState:
 
     def _settle(self, record: TurnRecord, result: TurnResult, now_s: float) -> None:
         self.live.pop(record.number, None)
-        self._memory.note_finished(record.turn.trajectory_id, result.hops[-1].engine_id)
+        self._memory.note_finished(record.turn.trajectory_id, result.hops[-1].engine_id, len(result.token_ids))
         self._actions.append(SettleTurn(record, result))
         self._journal.finished(record, result, now_s)
 

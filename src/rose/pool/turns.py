@@ -54,6 +54,8 @@ class Attempt:
     reason: RouteReason
     number: int
     last_progress_s: float
+    assigned_s: float = 0.0
+    load_tokens: int = 0
     num_tokens: int = 0
     is_open: bool = True
     is_started: bool = False
@@ -88,6 +90,7 @@ class TurnRecord:
     spans: list[VersionSpan] = attrs.field(factory=list)
     hops: list[Hop] = attrs.field(factory=list)
     attempt: Attempt | None = None
+    num_before_tokens: int = 0
     avoid: set[EngineId] = attrs.field(factory=set)
     moved_by: HopEnd | None = None
     pinned: WeightVersion | None = None
@@ -132,6 +135,7 @@ class TurnRecord:
             num_prompt_tokens=self.num_prompt_tokens,
             num_new_tokens=self.num_left_tokens,
             affinity=self.affinity,
+            num_made_tokens=self.num_before_tokens + len(self.token_ids),
             avoid=self.avoid,
             moved_by=self.moved_by,
             is_dedicated_only=self.is_dedicated_only,

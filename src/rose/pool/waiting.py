@@ -82,6 +82,7 @@ class WaitingQueue:
 class _Trajectory:
     last_engine: EngineId | None = None
     num_turns: int = 0
+    num_tokens: int = 0
 
 
 class TrajectoryMemory:
@@ -106,11 +107,17 @@ class TrajectoryMemory:
         known = self._trajectories.get(trajectory_id)
         return known.last_engine if known else None
 
-    def note_finished(self, trajectory_id: str, engine_id: EngineId) -> None:
+    def num_tokens(self, trajectory_id: str) -> int:
+        """Return how many tokens the finished turns of a trajectory made."""
+        known = self._trajectories.get(trajectory_id)
+        return known.num_tokens if known else 0
+
+    def note_finished(self, trajectory_id: str, engine_id: EngineId, num_tokens: int) -> None:
         """Remember that a turn of the trajectory finished on ``engine_id``."""
         known = self._trajectories.setdefault(trajectory_id, _Trajectory())
         self._trajectories.move_to_end(trajectory_id)
         known.num_turns += 1
+        known.num_tokens += num_tokens
         known.last_engine = engine_id
         if len(self._trajectories) > self._max_entries:
             self._trajectories.popitem(last=False)
