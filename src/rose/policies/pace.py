@@ -1,0 +1,144 @@
+"""How long a token takes at an engine, learned from turns that ended. Pure: times are the caller's.
+
+A turn that made ``n`` tokens in ``t`` seconds on an engine that held ``x`` tokens of context for all its turns says that a token
+takes ``t / n`` seconds at load ``x``. Per kind of engine a straight line through such points is kept (a step reads the weights
+once and every context), per engine the factor by which it differs from its kind; a factor is forgotten with time, so that an engine
+that was slow once is tried again.
+
+Invariants: without an observation of any kind there is no pace; estimates are positive and never fall with load; an
+engine's own factor weighs half after ``half_life_s`` without a turn of its own.
+"""
+
+from __future__ import annotations
+
+import math
+
+import attrs
+
+from rose import checks
+from rose.types import EngineId, EngineKind
+
+_LEAST_SHARE = 0.2  # of the mean pace that the line may have at load 0, however steep it looks
+_MOST_FACTOR = 20.0
+
+
+@attrs.frozen(kw_only=True)
+class PaceConfig:
+    """How fast paces are learned and forgotten.
+
+    Attributes:
+        memory_turns: A kind's line is drawn through about this many turns.
+        half_life_s: What an engine's own turns said counts half after this time.
+        prefill_share: What computing a prompt token takes as a share of making a token, until turns that moved have shown it.
+    """
+
+    memory_turns: int = attrs.field(default=256, validator=checks.integer(2))
+    half_life_s: float = attrs.field(default=30.0, validator=checks.number(above=0))
+    prefill_share: float = attrs.field(default=0.005, validator=checks.number(at_least=0, at_most=1))
+
+
+@attrs.define(eq=False)
+class _Line:
+    """A weighted straight line of seconds a token over load, with its sums."""
+
+    weight: float = 0.0
+    x: float = 0.0
+    y: float = 0.0
+    xx: float = 0.0
+    xy: float = 0.0
+    intercept: float = 0.0
+    slope: float = 0.0
+
+    def add(self, x: float, y: float, weight: float, keep: float) -> None:
+        self.weight = keep * self.weight + weight
+        self.x = keep * self.x + weight * x
+        self.y = keep * self.y + weight * y
+        self.xx = keep * self.xx + weight * x * x
+        self.xy = keep * self.xy + weight * x * y
+        mean_x, mean_y = self.x / self.weight, self.y / self.weight
+        spread = self.xx / self.weight - mean_x * mean_x
+        slope = (self.xy / self.weight - mean_x * mean_y) / spread if spread > 1e-6 * mean_x * mean_x else 0.0
+        most = (1 - _LEAST_SHARE) * mean_y / mean_x if mean_x > 0 else 0.0
+        self.slope = min(max(slope, 0.0), most)
+        self.intercept = mean_y - self.slope * mean_x
+
+    def at(self, x: float) -> float:
+        return self.intercept + self.slope * x
+
+
+@attrs.define(eq=False)
+class _Own:
+    """By how much one engine differs from its kind, and when that was last seen."""
+
+    factor: float
+    seen_s: float
+
+
+class PaceModel:
+    """Seconds a token by kind, engine and load.
+
+    Attributes:
+        now_s: The latest time that the model heard of.
+    """
+
+    def __init__(self, config: PaceConfig) -> None:
+        self.now_s = 0.0
+        self._config = config
+        self._keep = 1 - 1 / config.memory_turns
+        self._lines: dict[EngineKind, _Line] = {}
+        self._own: dict[EngineId, _Own] = {}
+        self._prefill_s: float | None = None
+
+    def observe(
+        self, engine_id: EngineId, kind: EngineKind, *, load_tokens: float, num_tokens: int, duration_s: float
+    ) -> None:
+        """Take a turn that ended: ``num_tokens`` in ``duration_s`` while the engine held ``load_tokens`` of context."""
+        if num_tokens <= 0 or duration_s <= 0:
+            return
+        pace_s = duration_s / num_tokens
+        line = self._lines.setdefault(kind, _Line())
+        line.add(load_tokens, pace_s, float(num_tokens), self._keep)
+        ratio = min(max(pace_s / line.at(load_tokens), 1 / _MOST_FACTOR), _MOST_FACTOR)
+        own = self._own.get(engine_id)
+        if own is None:
+            self._own[engine_id] = _Own(math.sqrt(ratio), self.now_s)
+        else:
+            own.factor = 0.7 * self._faded(own) + 0.3 * ratio
+            own.seen_s = self.now_s
+
+    def observe_move(self, *, num_prompt_tokens: int, extra_s: float) -> None:
+        """Take a turn that computed its whole prompt anew, ``extra_s`` longer than its tokens account for."""
+        prefill_s = max(0.0, extra_s) / max(1, num_prompt_tokens)
+        self._prefill_s = prefill_s if self._prefill_s is None else 0.9 * self._prefill_s + 0.1 * prefill_s
+
+    def forget(self, engine_id: EngineId) -> None:
+        """Forget what is known of one engine by itself."""
+        self._own.pop(engine_id, None)
+
+    def _faded(self, own: _Own) -> float:
+        age_s = max(0.0, self.now_s - own.seen_s)
+        return 1.0 + (own.factor - 1.0) * 0.5 ** (age_s / self._config.half_life_s)
+
+    def pace_s(self, engine_id: EngineId, kind: EngineKind, load_tokens: float) -> float | None:
+        """Return seconds a token; ``None`` before any turn ended anywhere. An unseen kind is taken for like the other."""
+        line = self._lines.get(kind)
+        if line is None:
+            line = next(iter(self._lines.values()), None)
+            if line is None:
+                return None
+        own = self._own.get(engine_id)
+        pace_s = line.at(load_tokens)
+        return pace_s if own is None else pace_s * self._faded(own)
+
+    def slope(self, engine_id, kind):
+        line = self._lines.get(kind) or next(iter(self._lines.values()), None)
+        if line is None: return 0.0
+        own = self._own.get(engine_id)
+        return line.slope * (1.0 if own is None else self._faded(own))
+
+    def prefill_s(self) -> float:
+        """Return what computing a prompt token takes, in seconds; 0 before any turn ended."""
+        if self._prefill_s is not None:
+            return self._prefill_s
+        line = self._lines.get(EngineKind.DEDICATED) or next(iter(self._lines.values()), None)
+        return 0.0 if line is None else self._config.prefill_share * line.intercept
