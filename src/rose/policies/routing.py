@@ -72,6 +72,7 @@ class RoutingConfig:
     rule: Rule = attrs.field(default=Rule.VALUE, validator=checks.instance(Rule))
     hysteresis_fraction: float = attrs.field(default=0.1, validator=checks.number(at_least=0, at_most=1))
     progress_factor: float = attrs.field(default=1.0, validator=checks.number(at_least=0))
+    max_context_tokens: int | None = None
     load_margin: int = attrs.field(default=4, validator=checks.integer(1))
     pace: PaceConfig = attrs.field(factory=PaceConfig, validator=checks.instance(PaceConfig))
 
@@ -98,6 +99,7 @@ class EngineView:
     pace_s: float | None = None
     slope_s: float = 0.0
     prefill_s: float = 0.0
+    most_left_tokens: float = 0.0
 
 
 @attrs.frozen(kw_only=True)
@@ -294,10 +296,12 @@ class RoutingIndex:
 
     def _worthier(self, here: EngineView, turn: TurnView) -> EngineView | None:
         """Return an engine where the turn's trajectory is done clearly earlier, its prompt computed anew."""
-        left = self._config.progress_factor * turn.num_made_tokens
+        left = remaining_tokens(self._config, turn.num_made_tokens, turn.num_prompt_tokens)
         asked = _asked(turn)
         prompt = turn.num_prompt_tokens
-        best, best_s = None, (here.pace_s + here.slope_s * prompt) * left * (1 - self._config.hysteresis_fraction)
+        best, best_s = None, 0.0
+        mine_s = (here.pace_s + here.slope_s * prompt) * max(left, here.most_left_tokens)
+        h = self._config.hysteresis_fraction
         for kind in _kinds(is_dedicated_only=turn.is_dedicated_only):
             for group in self._admissible((kind,), turn.versions):
                 place = group.first(asked, turn.avoid)
@@ -306,9 +310,12 @@ class RoutingIndex:
                 view = self._views[place[-1]]
                 if view.pace_s is None:
                     continue
-                there_s = (view.pace_s + view.slope_s * prompt) * left + view.prefill_s * prompt
-                if there_s < best_s:
-                    best, best_s = view, there_s
+                before_s = max(mine_s, view.pace_s * view.most_left_tokens)
+                pace_s = view.pace_s + view.slope_s * prompt
+                after_s = max(pace_s * max(left, view.most_left_tokens) + view.prefill_s * prompt, here.pace_s * here.most_left_tokens)
+                gain_s = before_s - after_s
+                if gain_s > h * before_s and gain_s > best_s:
+                    best, best_s = view, gain_s
         return best
 
     def _furthest_obstacle(self, turn: TurnView) -> WaitReason:
@@ -346,12 +353,20 @@ class RoutingIndex:
         return view.num_in_flight < self._config.cap_per_engine
 
 
+def remaining_tokens(config: RoutingConfig, made: int, context: int) -> float:
+    """Return how many tokens a trajectory is expected to make yet, by its progress alone."""
+    left = config.progress_factor * made
+    if config.max_context_tokens is None:
+        return left
+    return min(left, max(0.0, config.max_context_tokens / max(1, context) - 1) * made)
+
+
 def _kinds(*, is_dedicated_only: bool) -> tuple[EngineKind, ...]:
     return _KINDS[:1] if is_dedicated_only else _KINDS
 
 
 def _place(view: EngineView) -> Place:
-    return (view.pace_s or 0.0, view.num_in_flight, view.kv_used_fraction, view.engine_id)
+    return ((view.pace_s or 0.0) * view.most_left_tokens, view.num_in_flight, view.kv_used_fraction, view.engine_id)
 
 
 def _asked(turn: TurnView) -> Sizes:

@@ -205,7 +205,7 @@ class Membership:
         pace_s = self.pace.pace_s(member.engine_id, member.kind, member.load_tokens)
         if pace_s is None:
             return member.view()
-        return attrs.evolve(member.view(), pace_s=pace_s, slope_s=self.pace.slope(member.engine_id, member.kind), prefill_s=self.pace.prefill_s())
+        return attrs.evolve(member.view(), pace_s=pace_s, slope_s=self.pace.slope(member.engine_id, member.kind), prefill_s=self.pace.prefill_s(), most_left_tokens=max((a.left_tokens for a in member.held.values()), default=0.0))
 
     def learn(self, attempt: Attempt, now_s: float) -> None:
         """Let the paces know of a turn that ended."""

@@ -30,7 +30,7 @@ from rose.errors import (
     TurnFailedError,
 )
 from rose.policies.ordered import Sizes
-from rose.policies.routing import Assign, EngineState, Wait, WaitReason
+from rose.policies.routing import Assign, EngineState, Wait, WaitReason, remaining_tokens
 from rose.policies.staleness import is_admissible
 from rose.pool.actions import TIME_EPSILON_S, Action, SettleTurn, StartAttempt, StopAttempt, TimerKind, Timers
 from rose.pool.config import PoolConfig, ResumePolicy
@@ -248,6 +248,7 @@ class PoolState:
             number=number,
             last_progress_s=now_s,
             assigned_s=now_s,
+            left_tokens=remaining_tokens(self._config.routing, record.num_before_tokens + len(record.token_ids), record.num_prompt_tokens),
         )
         record.attempt = self._open[number] = attempt
         self.engines.hold(attempt.member, attempt, now_s)

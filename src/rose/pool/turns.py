@@ -56,6 +56,7 @@ class Attempt:
     last_progress_s: float
     assigned_s: float = 0.0
     load_tokens: int = 0
+    left_tokens: float = 0.0
     num_tokens: int = 0
     is_open: bool = True
     is_started: bool = False

@@ -140,7 +140,7 @@ def _pool_config(scenario: Scenario, strategy: Strategy) -> PoolConfig:
     rule = Rule.VALUE if strategy.kind == 'policy' and strategy.name != 'paper' else Rule.PAPER
     import os
     extra = eval('dict('+os.environ.get('RT','')+')')
-    routing = RoutingConfig(cap_per_engine=cap if strategy.is_capped else _UNCAPPED, rule=rule, **extra)
+    routing = RoutingConfig(cap_per_engine=cap if strategy.is_capped else _UNCAPPED, rule=rule, **({'max_context_tokens': scenario.rollout.max_context_tokens//scenario.rollout.resolution_tokens} | extra))
     return PoolConfig(
         routing=routing,
         stall_s=_STALL_S if strategy.is_capped else _PATIENT_S,
