@@ -164,6 +164,7 @@ class RouteReason(enum.Enum):
     DEDICATED = "dedicated"
     BORROWED = "borrowed"
     MIGRATED = "migrated"
+    REBALANCED = "rebalanced"
     REROUTED_EVICTED = "rerouted_evicted"
     REROUTED_STALLED = "rerouted_stalled"
     REROUTED_LOST = "rerouted_lost"

@@ -12,6 +12,7 @@ engine's own factor weighs half after ``half_life_s`` without a turn of its own.
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import attrs
 
@@ -20,6 +21,8 @@ from rose.types import EngineId, EngineKind
 
 _LEAST_SHARE = 0.2  # of the mean pace that the line may have at load 0, however steep it looks
 _MOST_FACTOR = 20.0
+_OWN_WEIGHT = 0.3  # of an engine's latest turn in its factor
+_WEIGHT = 0.1
 
 
 @attrs.frozen(kw_only=True)
@@ -66,6 +69,14 @@ class _Line:
         return self.intercept + self.slope * x
 
 
+class Estimate(NamedTuple):
+    """Seconds a token, what one more token of context adds, and how many times what a dedicated engine takes at that load."""
+
+    pace_s: float
+    slope_s: float
+    slowdown: float
+
+
 @attrs.define(eq=False)
 class _Own:
     """By how much one engine differs from its kind, and when that was last seen."""
@@ -87,7 +98,7 @@ class PaceModel:
         self._keep = 1 - 1 / config.memory_turns
         self._lines: dict[EngineKind, _Line] = {}
         self._own: dict[EngineId, _Own] = {}
-        self._prefill_s: float | None = None
+        self._seen_prefill_s: float | None = None
 
     def observe(
         self, engine_id: EngineId, kind: EngineKind, *, load_tokens: float, num_tokens: int, duration_s: float
@@ -103,13 +114,15 @@ class PaceModel:
         if own is None:
             self._own[engine_id] = _Own(math.sqrt(ratio), self.now_s)
         else:
-            own.factor = 0.7 * self._faded(own) + 0.3 * ratio
+            own.factor = (1 - _OWN_WEIGHT) * self._faded(own) + _OWN_WEIGHT * ratio
             own.seen_s = self.now_s
 
-    def observe_move(self, *, num_prompt_tokens: int, extra_s: float) -> None:
-        """Take a turn that computed its whole prompt anew, ``extra_s`` longer than its tokens account for."""
-        prefill_s = max(0.0, extra_s) / max(1, num_prompt_tokens)
-        self._prefill_s = prefill_s if self._prefill_s is None else 0.9 * self._prefill_s + 0.1 * prefill_s
+    def observe_prefill(self, *, num_prompt_tokens: int, extra_s: float) -> None:
+        """Take a turn that computed its whole prompt anew and took ``extra_s`` longer than its tokens account for."""
+        seen_s = max(0.0, extra_s) / max(1, num_prompt_tokens)
+        self._seen_prefill_s = (
+            seen_s if self._seen_prefill_s is None else (1 - _WEIGHT) * self._seen_prefill_s + _WEIGHT * seen_s
+        )
 
     def forget(self, engine_id: EngineId) -> None:
         """Forget what is known of one engine by itself."""
@@ -119,26 +132,27 @@ class PaceModel:
         age_s = max(0.0, self.now_s - own.seen_s)
         return 1.0 + (own.factor - 1.0) * 0.5 ** (age_s / self._config.half_life_s)
 
-    def pace_s(self, engine_id: EngineId, kind: EngineKind, load_tokens: float) -> float | None:
-        """Return seconds a token; ``None`` before any turn ended anywhere. An unseen kind is taken for like the other."""
+    def _line(self, kind: EngineKind) -> _Line | None:
+        """Return the line of a kind; of the other as long as there is none of its own."""
         line = self._lines.get(kind)
+        return line if line is not None else next(iter(self._lines.values()), None)
+
+    def estimate(self, engine_id: EngineId, kind: EngineKind, load_tokens: float) -> Estimate | None:
+        """Return what a token takes on an engine at a load; ``None`` before any turn ended anywhere."""
+        line, own = self._line(kind), self._own.get(engine_id)
         if line is None:
-            line = next(iter(self._lines.values()), None)
-            if line is None:
-                return None
-        own = self._own.get(engine_id)
-        pace_s = line.at(load_tokens)
-        return pace_s if own is None else pace_s * self._faded(own)
+            return None
+        factor = 1.0 if own is None else self._faded(own)
+        pace_s, slowdown = factor * line.at(load_tokens), 1.0
+        dedicated = self._lines.get(EngineKind.DEDICATED)
+        if kind is EngineKind.BORROWED and dedicated is not None:
+            slowdown = pace_s / dedicated.at(load_tokens)
+        return Estimate(pace_s, factor * line.slope, slowdown)
 
-    def slope(self, engine_id, kind):
-        line = self._lines.get(kind) or next(iter(self._lines.values()), None)
-        if line is None: return 0.0
-        own = self._own.get(engine_id)
-        return line.slope * (1.0 if own is None else self._faded(own))
-
+    @property
     def prefill_s(self) -> float:
-        """Return what computing a prompt token takes, in seconds; 0 before any turn ended."""
-        if self._prefill_s is not None:
-            return self._prefill_s
-        line = self._lines.get(EngineKind.DEDICATED) or next(iter(self._lines.values()), None)
+        """Seconds to compute a prompt token; 0 before any turn ended."""
+        if self._seen_prefill_s is not None:
+            return self._seen_prefill_s
+        line = self._line(EngineKind.DEDICATED)
         return 0.0 if line is None else self._config.prefill_share * line.intercept

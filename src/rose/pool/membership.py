@@ -19,14 +19,15 @@ import attrs
 
 from rose.errors import EngineLostError
 from rose.interfaces import ServingEngine
-from rose.policies.routing import Circuit, EngineState, EngineView, RoutingIndex
 from rose.policies.pace import PaceModel
+from rose.policies.routing import Circuit, EngineState, EngineView, RoutingIndex
 from rose.pool.circuit import CircuitBreaker
 from rose.pool.config import PoolConfig
 from rose.pool.turns import Attempt
 from rose.types import EngineId, EngineKind, EngineSnapshot, HopEnd, LeaseId, RouteReason, WeightVersion
 
 _MAX_LOANS = 512
+_MOVES = frozenset({RouteReason.MIGRATED, RouteReason.REBALANCED})
 _S = EngineState
 _ALLOWED: dict[EngineState, frozenset[EngineState]] = {
     _S.JOINING: frozenset({_S.STALE, _S.READY, _S.DRAINING, _S.LOST}),
@@ -44,7 +45,8 @@ class EngineAccount:
     """What one engine did for the pool.
 
     Attempts that ended are counted by how; ``num_attempts`` counts those that were begun. Tokens are those kept. ``busy_s`` is the time
-    in which it had at least one request of the pool, ``present_s`` the time in which it was in the pool and not lost.
+    in which it had at least one request of the pool, ``present_s`` the time in which it was in the pool and not lost. ``num_moved_in``
+    counts turns that the routing policy took from another engine that could have gone on, with the prompts computed anew for it.
     """
 
     kind: EngineKind
@@ -52,6 +54,8 @@ class EngineAccount:
     num_tokens: int = 0
     num_ended: dict[HopEnd, int] = attrs.field(factory=lambda: dict.fromkeys(HopEnd, 0))
     num_rerouted: int = 0
+    num_moved_in: int = 0
+    num_moved_prompt_tokens: int = 0
     busy_s: float = 0.0
     present_s: float = 0.0
 
@@ -67,6 +71,8 @@ class Member:
     Attributes:
         asked_s: When it was asked for a reading that it has not given yet.
         joined_s: When it joined.
+        load_tokens: Context of all that is held, prompts and what was made.
+        num_waiting_prompt_tokens: Prompt tokens of held attempts that show no token yet, without prefixes that were here.
         lease_ends_s: When its lease ends unless it is renewed; ``None`` when the pool was not told.
     """
 
@@ -81,6 +87,7 @@ class Member:
     held: dict[int, Attempt] = attrs.field(factory=dict)
     kv_reserved_tokens: int = 0
     load_tokens: int = 0
+    num_waiting_prompt_tokens: int = 0
     last_token_s: float = -math.inf
     busy_since_s: float = 0.0
     asked_s: float = math.inf
@@ -92,25 +99,6 @@ class Member:
         """Return the engine's id."""
         return self.engine.engine_id
 
-    def view(self) -> EngineView:
-        """Return what the routing policy sees of this engine."""
-        reading = self.reading
-        probing = 0
-        if self.circuit.state is Circuit.HALF_OPEN:
-            probing = sum(attempt.is_open and attempt.num_tokens == 0 for attempt in self.held.values())
-        return EngineView(
-            engine_id=self.engine.engine_id,
-            kind=self.kind,
-            state=self.state,
-            version=self.version,
-            circuit=self.circuit.state,
-            num_in_flight=len(self.held),
-            num_probing=probing,
-            kv_total_tokens=None if reading is None else reading.kv_total_tokens,
-            kv_reserved_tokens=self.kv_reserved_tokens,
-            kv_used_fraction=0.0 if reading is None else reading.kv_used_tokens / max(1, reading.kv_total_tokens),
-        )
-
 
 class Membership:
     """All members, the routing index that mirrors them, and the accounts.
@@ -120,6 +108,7 @@ class Membership:
         index: What the routing policy decides on.
         version: The latest version that an engine acknowledged to this pool (or brought along as the first), or ``None``.
         has_synced: An engine acknowledged an activation to this pool.
+        pace: How long tokens take where.
         ended_loans_s: How long borrowed engines were here that left or were lost, the last few hundred.
     """
 
@@ -202,21 +191,61 @@ class Membership:
             self.index.put(self._view(member))
 
     def _view(self, member: Member) -> EngineView:
-        pace_s = self.pace.pace_s(member.engine_id, member.kind, member.load_tokens)
-        if pace_s is None:
-            return member.view()
-        return attrs.evolve(member.view(), pace_s=pace_s, slope_s=self.pace.slope(member.engine_id, member.kind), prefill_s=self.pace.prefill_s(), most_left_tokens=max((a.left_tokens for a in member.held.values()), default=0.0))
+        """Return what the routing policy sees of a member."""
+        reading, pace, circuit = member.reading, self.pace, member.circuit.state
+        probing = 0
+        if circuit is Circuit.HALF_OPEN:
+            probing = sum(attempt.is_open and attempt.num_tokens == 0 for attempt in member.held.values())
+        estimate = pace.estimate(member.engine_id, member.kind, member.load_tokens)
+        return EngineView(
+            engine_id=member.engine_id,
+            kind=member.kind,
+            state=member.state,
+            version=member.version,
+            circuit=circuit,
+            num_in_flight=len(member.held),
+            num_probing=probing,
+            kv_total_tokens=None if reading is None else reading.kv_total_tokens,
+            kv_reserved_tokens=member.kv_reserved_tokens,
+            kv_used_fraction=0.0 if reading is None else reading.kv_used_tokens / max(1, reading.kv_total_tokens),
+            pace_s=None if estimate is None else estimate.pace_s,
+            slope_s=0.0 if estimate is None else estimate.slope_s,
+            prefill_s=pace.prefill_s,
+            num_waiting_prompt_tokens=member.num_waiting_prompt_tokens,
+            most_left_tokens=max(
+                (attempt.record.progress.left_tokens for attempt in member.held.values()), default=0.0
+            ),
+            is_slow=estimate is not None and estimate.slowdown > self._config.routing.max_slowdown,
+        )
+
+    def note_tokens(self, attempt: Attempt, taken: int) -> None:
+        """Count tokens that an open attempt made; the first one shows that its prompt was computed."""
+        member = attempt.member
+        if not attempt.num_tokens:
+            member.num_waiting_prompt_tokens -= attempt.num_fresh_tokens
+        attempt.num_tokens += taken
+        member.load_tokens += taken
+        member.account.num_tokens += taken
 
     def learn(self, attempt: Attempt, now_s: float) -> None:
-        """Let the paces know of a turn that ended."""
+        """Learn an engine's pace from a turn that finished: from one that found its prefix there, or computed it anew."""
         member, pace = attempt.member, self.pace
         pace.now_s = now_s
         load = (attempt.load_tokens + member.load_tokens) / 2
         duration_s = now_s - attempt.assigned_s
         if attempt.reason is RouteReason.AFFINITY:
-            pace.observe(member.engine_id, member.kind, load_tokens=load, num_tokens=attempt.num_tokens, duration_s=duration_s)
-        elif len(attempt.record.hops) == 0 and attempt.record.affinity is not None and (own_s := pace.pace_s(member.engine_id, member.kind, load)):
-            pace.observe_move(num_prompt_tokens=len(attempt.request.prompt_ids), extra_s=duration_s - own_s * attempt.num_tokens)
+            pace.observe(
+                member.engine_id,
+                member.kind,
+                load_tokens=load,
+                num_tokens=attempt.num_tokens,
+                duration_s=duration_s,
+            )
+        elif attempt.reason is RouteReason.MIGRATED and (
+            estimate := pace.estimate(member.engine_id, member.kind, load)
+        ):
+            extra_s = duration_s - estimate.pace_s * attempt.num_tokens
+            pace.observe_prefill(num_prompt_tokens=len(attempt.request.prompt_ids), extra_s=extra_s)
 
     def hold(self, member: Member, attempt: Attempt, now_s: float) -> None:
         """Reserve a slot and KV room for an attempt."""
@@ -224,8 +253,15 @@ class Membership:
             member.busy_since_s = now_s
         member.held[attempt.number] = attempt
         member.kv_reserved_tokens += attempt.max_kv_tokens
-        member.load_tokens += len(attempt.request.prompt_ids)
-        attempt.load_tokens = member.load_tokens
+        num_prompt_tokens = num_fresh_tokens = len(attempt.request.prompt_ids)
+        if attempt.record.affinity == member.engine_id:
+            num_fresh_tokens = max(0, num_prompt_tokens - attempt.record.progress.num_context_tokens)
+        member.load_tokens += num_prompt_tokens
+        member.num_waiting_prompt_tokens += num_fresh_tokens
+        attempt.load_tokens, attempt.num_fresh_tokens = member.load_tokens, num_fresh_tokens
+        if attempt.reason in _MOVES:
+            member.account.num_moved_in += 1
+            member.account.num_moved_prompt_tokens += num_prompt_tokens
         member.account.num_attempts += 1
         self.refresh(member)
 
@@ -234,6 +270,8 @@ class Membership:
         del member.held[attempt.number]
         member.kv_reserved_tokens -= attempt.max_kv_tokens
         member.load_tokens -= len(attempt.request.prompt_ids) + attempt.num_tokens
+        if not attempt.num_tokens:
+            member.num_waiting_prompt_tokens -= attempt.num_fresh_tokens
         if not member.held:
             member.account.busy_s += now_s - member.busy_since_s
             self._freed.append(member)

@@ -29,8 +29,9 @@ from rose.errors import (
     RoseError,
     TurnFailedError,
 )
+from rose.policies.migration import remaining_tokens
 from rose.policies.ordered import Sizes
-from rose.policies.routing import Assign, EngineState, Wait, WaitReason, remaining_tokens
+from rose.policies.routing import Assign, EngineState, Wait, WaitReason
 from rose.policies.staleness import is_admissible
 from rose.pool.actions import TIME_EPSILON_S, Action, SettleTurn, StartAttempt, StopAttempt, TimerKind, Timers
 from rose.pool.config import PoolConfig, ResumePolicy
@@ -38,9 +39,10 @@ from rose.pool.events import PoolEvent
 from rose.pool.journal import Journal
 from rose.pool.lifecycle import Lifecycle
 from rose.pool.membership import Member, Membership
-from rose.pool.turns import Attempt, TurnRecord
+from rose.pool.turns import Attempt, Progress, TurnRecord
 from rose.pool.waiting import TrajectoryMemory, WaitingQueue
 from rose.types import (
+    EngineId,
     EngineKind,
     FinishReason,
     Hop,
@@ -95,7 +97,8 @@ class PoolState:
             arrived_s=now_s,
             queued_s=now_s,
             affinity=self._memory.last_engine(turn.trajectory_id),
-            num_before_tokens=self._memory.num_tokens(turn.trajectory_id),
+            avoid=self._stalled_on(turn.trajectory_id),
+            progress=self._progress(turn),
             waiter=waiter,
         )
         self._waiting.add(record)
@@ -235,7 +238,23 @@ class PoolState:
         return head if self._is_version_gone(head) else self._waiting.first_fitting(head, self._room_for(head))
 
     def _room_for(self, record: TurnRecord) -> Sizes:
-        return self.engines.index.room(record.versions, is_dedicated_only=record.is_dedicated_only)
+        return self.engines.index.room(
+            record.versions, is_dedicated_only=record.is_dedicated_only, is_new=record.affinity is None
+        )
+
+    def _progress(self, turn: Turn) -> Progress:
+        num_made, num_context = self._memory.progress(turn.trajectory_id)
+        left = remaining_tokens(self._config.routing, num_made=num_made, num_context=len(turn.prompt_ids))
+        return Progress(left_tokens=left, num_context_tokens=num_context)
+
+    def _stalled_on(self, trajectory_id: str) -> set[EngineId]:
+        """Return the engines that stalled an earlier turn of the trajectory and have shown no token since."""
+        stalls = self._memory.stalls(trajectory_id)
+        for engine_id, stalled_s in list(stalls.items()):
+            member = self.engines.members.get(engine_id)
+            if member is None or member.last_token_s > stalled_s:
+                del stalls[engine_id]
+        return set(stalls)
 
     def _assign(self, record: TurnRecord, decision: Assign, now_s: float) -> None:
         self._waiting.remove(record)
@@ -248,7 +267,6 @@ class PoolState:
             number=number,
             last_progress_s=now_s,
             assigned_s=now_s,
-            left_tokens=remaining_tokens(self._config.routing, record.num_before_tokens + len(record.token_ids), record.num_prompt_tokens),
         )
         record.attempt = self._open[number] = attempt
         self.engines.hold(attempt.member, attempt, now_s)
@@ -260,10 +278,8 @@ class PoolState:
         """Count tokens; returns whether a first token closed the engine's circuit."""
         member = attempt.member
         is_first = attempt.num_tokens == 0
-        attempt.num_tokens += taken
-        member.load_tokens += taken
+        self.engines.note_tokens(attempt, taken)
         attempt.last_progress_s = member.last_token_s = now_s
-        member.account.num_tokens += taken
         if is_first and member.circuit.succeed():
             self.engines.refresh(member)
             return True
@@ -315,6 +331,7 @@ class PoolState:
             return
         if member.last_token_s <= attempt.last_progress_s:
             self._pause_member(member, member.circuit.fail(now_s))
+        self._memory.note_stalled(attempt.record.turn.trajectory_id, attempt.engine_id, now_s)
         self._move_on(attempt, HopEnd.STALLED, now_s)
 
     def _miss_deadline(self, record: TurnRecord, now_s: float) -> None:
@@ -383,7 +400,12 @@ class PoolState:
 
     def _settle(self, record: TurnRecord, result: TurnResult, now_s: float) -> None:
         self.live.pop(record.number, None)
-        self._memory.note_finished(record.turn.trajectory_id, result.hops[-1].engine_id, len(result.token_ids))
+        self._memory.note_finished(
+            record.turn.trajectory_id,
+            result.hops[-1].engine_id,
+            num_made_tokens=len(result.token_ids),
+            num_context_tokens=record.num_prompt_tokens,
+        )
         self._actions.append(SettleTurn(record, result))
         self._journal.finished(record, result, now_s)
 

@@ -40,13 +40,28 @@ if TYPE_CHECKING:
     from rose.pool.membership import Member
 
 
-Demand = tuple[VersionConstraint, bool, str | None]
-"""What a turn asks of engines apart from room: versions, dedicated ones only, and the run that it is pinned to if any."""
+Demand = tuple[VersionConstraint, bool, str | None, bool]
+"""What a turn asks of engines apart from room: versions, dedicated ones only, the run that it is pinned to if any, to begin."""
+
+
+@attrs.frozen(kw_only=True)
+class Progress:
+    """How far a trajectory was when its turn came.
+
+    ``left_tokens``: what it is expected to make yet; ``num_context_tokens``: what its last engine may have kept of its prompt.
+    """
+
+    left_tokens: float = 0.0
+    num_context_tokens: int = 0
 
 
 @attrs.define(kw_only=True, eq=False)
 class Attempt:
-    """One request to one engine. ``is_open`` until it ended or the pool gave it up; ``is_started`` once it may be known there."""
+    """One request to one engine. ``is_open`` until it ended or the pool gave it up; ``is_started`` once it may be known there.
+
+    ``load_tokens``: the context of all the engine's turns when this one came; ``num_fresh_tokens``: prompt tokens that the engine
+    has to compute, as far as the pool knows.
+    """
 
     record: TurnRecord
     member: Member
@@ -56,7 +71,7 @@ class Attempt:
     last_progress_s: float
     assigned_s: float = 0.0
     load_tokens: int = 0
-    left_tokens: float = 0.0
+    num_fresh_tokens: int = 0
     num_tokens: int = 0
     is_open: bool = True
     is_started: bool = False
@@ -91,7 +106,7 @@ class TurnRecord:
     spans: list[VersionSpan] = attrs.field(factory=list)
     hops: list[Hop] = attrs.field(factory=list)
     attempt: Attempt | None = None
-    num_before_tokens: int = 0
+    progress: Progress = attrs.field(factory=Progress)
     avoid: set[EngineId] = attrs.field(factory=set)
     moved_by: HopEnd | None = None
     pinned: WeightVersion | None = None
@@ -122,7 +137,8 @@ class TurnRecord:
     @property
     def demand(self) -> Demand:
         """Return what the next attempt asks of engines apart from room."""
-        return self.versions, self.is_dedicated_only, None if self.pinned is None else self.pinned.run
+        run = None if self.pinned is None else self.pinned.run
+        return self.versions, self.is_dedicated_only, run, self.affinity is None
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -135,8 +151,8 @@ class TurnRecord:
             versions=self.versions,
             num_prompt_tokens=self.num_prompt_tokens,
             num_new_tokens=self.num_left_tokens,
+            num_left_tokens=self.progress.left_tokens,
             affinity=self.affinity,
-            num_made_tokens=self.num_before_tokens + len(self.token_ids),
             avoid=self.avoid,
             moved_by=self.moved_by,
             is_dedicated_only=self.is_dedicated_only,

@@ -82,7 +82,9 @@ class WaitingQueue:
 class _Trajectory:
     last_engine: EngineId | None = None
     num_turns: int = 0
-    num_tokens: int = 0
+    num_made_tokens: int = 0
+    num_context_tokens: int = 0
+    stalls: dict[EngineId, float] = attrs.field(factory=dict)
 
 
 class TrajectoryMemory:
@@ -107,17 +109,33 @@ class TrajectoryMemory:
         known = self._trajectories.get(trajectory_id)
         return known.last_engine if known else None
 
-    def num_tokens(self, trajectory_id: str) -> int:
-        """Return how many tokens the finished turns of a trajectory made."""
+    def progress(self, trajectory_id: str) -> tuple[int, int]:
+        """Return how many tokens the finished turns of a trajectory made, and its context at the end of the last one."""
         known = self._trajectories.get(trajectory_id)
-        return known.num_tokens if known else 0
+        return (known.num_made_tokens, known.num_context_tokens) if known else (0, 0)
 
-    def note_finished(self, trajectory_id: str, engine_id: EngineId, num_tokens: int) -> None:
-        """Remember that a turn of the trajectory finished on ``engine_id``."""
+    def stalls(self, trajectory_id: str) -> dict[EngineId, float]:
+        """Return the engines that stalled the trajectory and when; the caller deletes those that are well again."""
+        known = self._trajectories.get(trajectory_id)
+        return known.stalls if known else {}
+
+    def note_stalled(self, trajectory_id: str, engine_id: EngineId, now_s: float) -> None:
+        """Remember that a turn of the trajectory stalled on ``engine_id``."""
+        self._known(trajectory_id).stalls[engine_id] = now_s
+
+    def note_finished(
+        self, trajectory_id: str, engine_id: EngineId, *, num_made_tokens: int = 0, num_context_tokens: int = 0
+    ) -> None:
+        """Remember that a turn of the trajectory finished on ``engine_id`` with so many tokens of its own and in all."""
+        known = self._known(trajectory_id)
+        known.num_turns += 1
+        known.num_made_tokens += num_made_tokens
+        known.num_context_tokens = num_context_tokens
+        known.last_engine = engine_id
+
+    def _known(self, trajectory_id: str) -> _Trajectory:
         known = self._trajectories.setdefault(trajectory_id, _Trajectory())
         self._trajectories.move_to_end(trajectory_id)
-        known.num_turns += 1
-        known.num_tokens += num_tokens
-        known.last_engine = engine_id
         if len(self._trajectories) > self._max_entries:
             self._trajectories.popitem(last=False)
+        return known
