@@ -76,7 +76,7 @@ class Scan:
             if there is here:
                 continue
             if here.pace_s is None:
-                if kind is here.kind and here.num_in_flight - there.num_in_flight > self.config.load_margin:
+                if kind is here.kind and here.num_in_flight + 1 - there.num_in_flight > self.config.load_margin:
                     return Assign(there.engine_id, RouteReason.REBALANCED)
             elif there.pace_s is not None and (gain := self.gain_s(here, there, turn)) > most_s:
                 most_s, found = gain, Assign(there.engine_id, RouteReason.MIGRATED)
@@ -134,7 +134,7 @@ class Scan:
 
     def load(self, view):
         is_by_value = self.config.rule is RoutingRule.VALUE and view.pace_s is not None
-        ends_s = view.pace_s * view.most_left_tokens if is_by_value else 0.0
+        ends_s = view.pace_s * (view.most_left_tokens + 1) if is_by_value else 0.0
         return (ends_s, view.num_in_flight, view.kv_used_fraction, view.engine_id)
 
     def reason(self, view, turn):

@@ -93,6 +93,7 @@ class PaceModel:
     """
 
     def __init__(self, config: PaceConfig) -> None:
+        """Know nothing."""
         self.now_s = 0.0
         self._config = config
         self._keep = 1 - 1 / config.memory_turns

@@ -64,7 +64,8 @@ class RoutingConfig:
             by more than this share.
         progress_factor: A trajectory is expected to make this many times the tokens that it has made. No length is predicted.
         max_context_tokens: Where the job cuts trajectories, if the pool is told: what is left never goes beyond.
-        load_margin: Before paces are known: a turn leaves its engine for one of the same kind that has over this many fewer turns.
+        load_margin: Before paces are known: a turn leaves its engine for one of the same kind that has fewer turns, if it would
+            have over this many fewer once the turn stayed.
         max_slowdown: On a borrowed engine where a token takes more than this many times what it takes on a dedicated one no trajectory
             begins, as long as there is a dedicated one for it, if need be later.
         pace: How paces are learned.

@@ -8,7 +8,7 @@ avoided: one is taken when it is the only one, so that no turn is stranded. Amon
 * A later turn goes to the engine of the turn before, unless ``rose.policies.migration`` finds the first dedicated or the first borrowed
   engine clearly better.
 * Any other turn goes to the first dedicated engine, or else the first borrowed one. The first is the one whose trajectories are
-  expected to end soonest, then the one with the fewest turns in flight, the lowest KV use, the lowest id.
+  expected to end soonest (of idle ones, the fastest), then the one with the fewest turns in flight, the lowest KV use, the lowest id.
 
 By the ``paper`` rule engines are not left for others, and the first has the fewest turns in flight.
 
@@ -67,7 +67,8 @@ _MOVED_REASON = {
 _ANY_SIZE: Sizes = (math.inf, math.inf)
 
 Place = tuple[float, int, float, EngineId]
-"""An open engine's place among those of its kind: seconds until its trajectories end, turns in flight, KV use, id."""
+"""An open engine's place among those of its kind: seconds until its trajectories would have made one token more than they are expected
+to, turns in flight, KV use, id."""
 
 
 @attrs.define(eq=False)
@@ -280,7 +281,7 @@ class RoutingIndex:
     def _place(self, view: EngineView) -> Place:
         ends_s = 0.0
         if view.pace_s is not None and self._config.rule is RoutingRule.VALUE:
-            ends_s = view.pace_s * view.most_left_tokens
+            ends_s = view.pace_s * (view.most_left_tokens + 1)
         return (ends_s, view.num_in_flight, view.kv_used_fraction, view.engine_id)
 
     def _rank_avoided(self, view: EngineView, turn: TurnView) -> tuple[bool, bool, Place]:

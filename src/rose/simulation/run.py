@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 import attrs
 
 from rose.backends.paced.profiles import Profile, kv_pool_bytes, profile_named
-from rose.policies.pace import PaceConfig
 from rose.pool import PoolConfig, RolloutPool, RoutingConfig
 from rose.simulation.loop import VirtualLoop, new_loop
 from rose.simulation.outcome import Outcome, ServingOutcome
@@ -136,12 +135,10 @@ async def _run(scenario: Scenario, strategy: Strategy, seed: int, loop: VirtualL
 
 def _pool_config(scenario: Scenario, strategy: Strategy) -> PoolConfig:
     cap = scenario.rollout.cap_per_gpu * profile_named(scenario.rollout.profile).num_gpus
-    import os
-    extra = eval('dict('+os.environ.get('RT','')+')')
     routing = RoutingConfig(
         cap_per_engine=cap if strategy.is_capped else _UNCAPPED,
         rule=strategy.routing,
-        **({'max_context_tokens': scenario.rollout.max_context_tokens // scenario.rollout.resolution_tokens} | extra),
+        max_context_tokens=scenario.rollout.max_context_tokens // scenario.rollout.resolution_tokens,
     )
     return PoolConfig(
         routing=routing,

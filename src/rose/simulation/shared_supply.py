@@ -108,7 +108,7 @@ class CoservingSupply(Supply):
         serving = world.scenario.serving
         step_s = math.inf if self.has_whole_chunks else _STEP_SHARE * serving.tpot_slo_s
         config = CoservingConfig(
-            admission=AdmissionConfig(slo=Slo(ttft_s=serving.ttft_slo_s, tpot_s=serving.tpot_slo_s), **eval("dict("+__import__("os").environ.get("AD","")+")")),
+            admission=AdmissionConfig(slo=Slo(ttft_s=serving.ttft_slo_s, tpot_s=serving.tpot_slo_s)),
             memory=memory,
             chunk=ChunkConfig(max_step_s=step_s),
             memory_rule=self.memory_rule,
