@@ -22,7 +22,7 @@ from rose.types import EngineId, EngineKind
 _LEAST_SHARE = 0.2  # of the mean pace that the line may have at load 0, however steep it looks
 _MOST_FACTOR = 20.0
 _OWN_WEIGHT = 0.3  # of an engine's latest turn in its factor
-_WEIGHT = 0.1
+_PRIOR_PREFILL_TOKENS = 20_000.0  # the weight of what is expected of prefill
 
 
 @attrs.frozen(kw_only=True)
@@ -99,7 +99,8 @@ class PaceModel:
         self._keep = 1 - 1 / config.memory_turns
         self._lines: dict[EngineKind, _Line] = {}
         self._own: dict[EngineId, _Own] = {}
-        self._seen_prefill_s: float | None = None
+        self._prefill_tokens = 0.0
+        self._prefill_sum_s = 0.0
 
     def observe(
         self, engine_id: EngineId, kind: EngineKind, *, load_tokens: float, num_tokens: int, duration_s: float
@@ -120,10 +121,8 @@ class PaceModel:
 
     def observe_prefill(self, *, num_prompt_tokens: int, extra_s: float) -> None:
         """Take a turn that computed its whole prompt anew and took ``extra_s`` longer than its tokens account for."""
-        seen_s = max(0.0, extra_s) / max(1, num_prompt_tokens)
-        self._seen_prefill_s = (
-            seen_s if self._seen_prefill_s is None else (1 - _WEIGHT) * self._seen_prefill_s + _WEIGHT * seen_s
-        )
+        self._prefill_tokens = self._keep * self._prefill_tokens + num_prompt_tokens
+        self._prefill_sum_s = self._keep * self._prefill_sum_s + extra_s
 
     def forget(self, engine_id: EngineId) -> None:
         """Forget what is known of one engine by itself."""
@@ -152,8 +151,10 @@ class PaceModel:
 
     @property
     def prefill_s(self) -> float:
-        """Seconds to compute a prompt token; 0 before any turn ended."""
-        if self._seen_prefill_s is not None:
-            return self._seen_prefill_s
+        """Seconds to compute a prompt token, what is expected and what was seen weighed together; 0 before any turn ended."""
         line = self._line(EngineKind.DEDICATED)
-        return 0.0 if line is None else self._config.prefill_share * line.intercept
+        if line is None:
+            return 0.0
+        expected_s = self._config.prefill_share * line.intercept
+        seen_s = self._prefill_sum_s + expected_s * _PRIOR_PREFILL_TOKENS
+        return max(0.0, seen_s / (self._prefill_tokens + _PRIOR_PREFILL_TOKENS))

@@ -96,10 +96,13 @@ def test_turns_without_tokens_or_time_teach_nothing() -> None:
 def test_prefill_is_a_share_of_the_pace_until_turns_that_moved_show_it() -> None:
     model = taught(slope_s=0.0)
     assert model.prefill_s == pytest.approx(PaceConfig().prefill_share * 0.01)
-    model.observe_prefill(num_prompt_tokens=1000, extra_s=2.0)
-    assert model.prefill_s == pytest.approx(0.002)
-    model.observe_prefill(num_prompt_tokens=1000, extra_s=-1.0)  # faster than expected: as good as nothing
-    assert 0 < model.prefill_s < 0.002
+    for _ in range(2000):
+        model.observe_prefill(num_prompt_tokens=10_000, extra_s=21.0)  # what is too much in one turn
+        model.observe_prefill(num_prompt_tokens=10_000, extra_s=-1.0)  # is missing in another
+    assert model.prefill_s == pytest.approx(0.001, rel=0.05)
+    for _ in range(2000):
+        model.observe_prefill(num_prompt_tokens=10_000, extra_s=-1.0)
+    assert model.prefill_s == 0.0
 
 
 def test_settings_are_checked() -> None:
