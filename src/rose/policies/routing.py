@@ -22,6 +22,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 from collections.abc import Set as AbstractSet
+from typing import NamedTuple
 
 import attrs
 
@@ -75,6 +76,8 @@ to, turns in flight, KV use, id."""
 class _Group:
     """The ready engines of one kind at one weight version: those with an open slot, and why the others have none."""
 
+    siblings: dict[WeightVersion | None, _Group]
+    version: WeightVersion | None
     open: OrderedRoom[Place] = attrs.field(factory=OrderedRoom)
     num_full: int = 0
     num_shut: int = 0
@@ -84,13 +87,24 @@ class _Group:
 
     def first(self, asked: Sizes, avoid: AbstractSet[EngineId]) -> Place | None:
         """Return the first engine with room that is not avoided."""
-        return next((place for place in self.open.fitting(asked) if place[-1] not in avoid), None)
+        for place in self.open.fitting(asked):
+            if place[-1] not in avoid:
+                return place
+        return None
+
+
+class _Home(NamedTuple):
+    """Where an engine was put: its place among the open ones, or none, and its circuit then."""
+
+    group: _Group
+    place: Place | None
+    circuit: Circuit
 
 
 class RoutingIndex:
     """The engines as the policy knows them, kept up to date view by view.
 
-    Invariants: each ready engine is counted in one group; the open engines of all groups are ``_num_open``; ``_versions``
+    Invariants: each ready engine has a home and is counted in its group, which is not empty; the open engines of all groups are ``_num_open``; ``_versions``
     counts the engines that are not lost.
 
     Attributes:
@@ -105,24 +119,27 @@ class RoutingIndex:
         self._borrowed: dict[WeightVersion | None, _Group] = {}
         self._slow: dict[WeightVersion | None, _Group] = {}
         self._versions: Counter[WeightVersion | None] = Counter()
+        self._homes: dict[EngineId, _Home] = {}
         self._num_open = 0
 
     def put(self, view: EngineView) -> None:
         """Add an engine or replace what is known of it."""
-        old = self._views.get(view.engine_id)
+        engine_id = view.engine_id
+        old = self._views.get(engine_id)
         if old is not None:
-            self._leave_group(old)
-        if old is None or old.version != view.version or old.state is not view.state:
+            self._leave_group(engine_id)
+        if old is None or old.state is not view.state or old.version != view.version:
             self._count(old, -1)
             self._count(view, 1)
-        self._views[view.engine_id] = view
-        self._join_group(view)
+        self._views[engine_id] = view
+        if view.state is EngineState.READY:
+            self._join_group(view)
 
     def drop(self, engine_id: EngineId) -> None:
         """Forget an engine; unknown ids are ignored."""
         view = self._views.pop(engine_id, None)
         if view is not None:
-            self._leave_group(view)
+            self._leave_group(engine_id)
             self._count(view, -1)
 
     def _count(self, view: EngineView | None, by: int) -> None:
@@ -132,35 +149,35 @@ class RoutingIndex:
                 del self._versions[view.version]
 
     def _join_group(self, view: EngineView) -> None:
-        if view.state is not EngineState.READY:
-            return
-        groups = self._groups(view)
+        groups, place = self._groups(view), None
         group = groups.get(view.version)
         if group is None:
-            group = groups[view.version] = _Group()
+            group = groups[view.version] = _Group(groups, view.version)
         if self._has_slot(view):
-            group.open.add(self._place(view), _kv_room(view))
+            place = self._place(view)
+            group.open.add(place, _kv_room(view))
             self._num_open += 1
         elif view.circuit is Circuit.CLOSED:
             group.num_full += 1
         else:
             group.num_shut += 1
+        self._homes[view.engine_id] = _Home(group, place, view.circuit)
 
-    def _leave_group(self, view: EngineView) -> None:
-        """Undo ``_join_group``."""
-        if view.state is not EngineState.READY:
+    def _leave_group(self, engine_id: EngineId) -> None:
+        """Undo ``_join_group``, if it is in a group."""
+        home = self._homes.pop(engine_id, None)
+        if home is None:
             return
-        groups = self._groups(view)
-        group = groups[view.version]
-        if self._has_slot(view):
-            group.open.remove(self._place(view))
+        group, place, circuit = home
+        if place is not None:
+            group.open.remove(place)
             self._num_open -= 1
-        elif view.circuit is Circuit.CLOSED:
+        elif circuit is Circuit.CLOSED:
             group.num_full -= 1
         else:
             group.num_shut -= 1
         if group.is_empty():
-            del groups[view.version]
+            del group.siblings[group.version]
 
     def _groups(self, view: EngineView) -> dict[WeightVersion | None, _Group]:
         if view.kind is EngineKind.DEDICATED:
