@@ -11,7 +11,6 @@ engine's own factor weighs half after ``half_life_s`` without a turn of its own.
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import attrs
@@ -20,8 +19,6 @@ from rose import checks
 from rose.types import EngineId, EngineKind
 
 _LEAST_SHARE = 0.2  # of the mean pace that the line may have at load 0, however steep it looks
-_MOST_FACTOR = 20.0
-_OWN_WEIGHT = 0.3  # of an engine's latest turn in its factor
 _PRIOR_PREFILL_TOKENS = 20_000.0  # the weight of what is expected of prefill
 
 
@@ -32,11 +29,13 @@ class PaceConfig:
     Attributes:
         memory_turns: A kind's line is drawn through about this many turns.
         half_life_s: What an engine's own turns said counts half after this time.
+        doubt_s: Turns of so many seconds in all say as much of an engine as its kind does.
         prefill_share: What computing a prompt token takes as a share of making a token, until turns that moved have shown it.
     """
 
     memory_turns: int = attrs.field(default=256, validator=checks.integer(2))
     half_life_s: float = attrs.field(default=30.0, validator=checks.number(above=0))
+    doubt_s: float = attrs.field(default=10.0, validator=checks.number(above=0))
     prefill_share: float = attrs.field(default=0.005, validator=checks.number(at_least=0, at_most=1))
 
 
@@ -79,10 +78,11 @@ class Estimate(NamedTuple):
 
 @attrs.define(eq=False)
 class _Own:
-    """By how much one engine differs from its kind, and when that was last seen."""
+    """What one engine's turns took beside what its kind's line says, both fading; as of ``seen_s``."""
 
-    factor: float
-    seen_s: float
+    taken_s: float = 0.0
+    expected_s: float = 0.0
+    seen_s: float = 0.0
 
 
 class PaceModel:
@@ -111,13 +111,13 @@ class PaceModel:
         pace_s = duration_s / num_tokens
         line = self._lines.setdefault(kind, _Line())
         line.add(load_tokens, pace_s, float(num_tokens), self._keep)
-        ratio = min(max(pace_s / line.at(load_tokens), 1 / _MOST_FACTOR), _MOST_FACTOR)
         own = self._own.get(engine_id)
         if own is None:
-            self._own[engine_id] = _Own(math.sqrt(ratio), self.now_s)
-        else:
-            own.factor = (1 - _OWN_WEIGHT) * self._faded(own) + _OWN_WEIGHT * ratio
-            own.seen_s = self.now_s
+            own = self._own[engine_id] = _Own(seen_s=self.now_s)
+        keep = self._fading(own)
+        own.taken_s = keep * own.taken_s + duration_s
+        own.expected_s = keep * own.expected_s + num_tokens * line.at(load_tokens)
+        own.seen_s = self.now_s
 
     def observe_prefill(self, *, num_prompt_tokens: int, extra_s: float) -> None:
         """Take a turn that computed its whole prompt anew and took ``extra_s`` longer than its tokens account for."""
@@ -128,9 +128,16 @@ class PaceModel:
         """Forget what is known of one engine by itself."""
         self._own.pop(engine_id, None)
 
-    def _faded(self, own: _Own) -> float:
-        age_s = max(0.0, self.now_s - own.seen_s)
-        return 1.0 + (own.factor - 1.0) * 0.5 ** (age_s / self._config.half_life_s)
+    def _fading(self, own: _Own) -> float:
+        return 0.5 ** (max(0.0, self.now_s - own.seen_s) / self._config.half_life_s)
+
+    def _factor(self, engine_id: EngineId) -> float:
+        """Return by how much an engine differs from its kind; its kind's pace weighs as much as ``doubt_s`` of its own turns."""
+        own = self._own.get(engine_id)
+        if own is None:
+            return 1.0
+        keep, doubt_s = self._fading(own), self._config.doubt_s
+        return (keep * own.taken_s + doubt_s) / (keep * own.expected_s + doubt_s)
 
     def _line(self, kind: EngineKind) -> _Line | None:
         """Return the line of a kind; of the other as long as there is none of its own."""
@@ -139,10 +146,10 @@ class PaceModel:
 
     def estimate(self, engine_id: EngineId, kind: EngineKind, load_tokens: float) -> Estimate | None:
         """Return what a token takes on an engine at a load; ``None`` before any turn ended anywhere."""
-        line, own = self._line(kind), self._own.get(engine_id)
+        line = self._line(kind)
         if line is None:
             return None
-        factor = 1.0 if own is None else self._faded(own)
+        factor = self._factor(engine_id)
         pace_s, slowdown = factor * line.at(load_tokens), 1.0
         dedicated = self._lines.get(EngineKind.DEDICATED)
         if kind is EngineKind.BORROWED and dedicated is not None:

@@ -108,9 +108,10 @@ def test_no_trajectory_begins_on_a_slow_engine_while_there_is_a_dedicated_one() 
 
 
 def test_what_is_left_follows_progress_and_ends_with_the_context() -> None:
-    assert remaining_tokens(CONFIG, num_made=0, num_context=500) == 0
-    assert remaining_tokens(CONFIG, num_made=800, num_context=2000) == 800
-    limited = attrs.evolve(CONFIG, max_context_tokens=3000)
+    config = attrs.evolve(CONFIG, progress_factor=1.0)
+    assert remaining_tokens(config, num_made=0, num_context=500) == 0
+    assert remaining_tokens(config, num_made=800, num_context=2000) == 800
+    limited = attrs.evolve(config, max_context_tokens=3000)
     assert remaining_tokens(limited, num_made=800, num_context=2000) == pytest.approx(400)
     assert remaining_tokens(limited, num_made=800, num_context=1000) == 800
     assert remaining_tokens(limited, num_made=800, num_context=4000) == 0
