@@ -73,14 +73,17 @@ class Scan:
         for kind in EngineKind:
             of_kind = [view for view in takers if view.kind is kind and view.engine_id not in turn.avoid]
             there = min(of_kind, key=self.load, default=here)
-            if there is here:
+            if there is here or not self.has_seat(there):
                 continue
             if here.pace_s is None:
-                if kind is here.kind and here.num_in_flight + 1 - there.num_in_flight > self.config.load_margin:
+                if kind is here.kind and self.gap(here, there) > self.config.load_margin:
                     return Assign(there.engine_id, RouteReason.REBALANCED)
             elif there.pace_s is not None and (gain := self.gain_s(here, there, turn)) > most_s:
                 most_s, found = gain, Assign(there.engine_id, RouteReason.MIGRATED)
         return found
+
+    def gap(self, here, there):
+        return here.num_in_flight + here.num_seats + 1 - there.num_in_flight - there.num_seats
 
     def gain_s(self, here, there, turn):
         left, prompt = turn.num_left_tokens, turn.num_prompt_tokens
@@ -132,10 +135,14 @@ class Scan:
         is_borrowed = view.kind is EngineKind.BORROWED
         return (view.engine_id in turn.avoid, view.engine_id != turn.affinity, is_borrowed, *self.load(view))
 
+    def has_seat(self, view):
+        return view.num_in_flight + view.num_seats < CAP
+
     def load(self, view):
         is_by_value = self.config.rule is RoutingRule.VALUE and view.pace_s is not None
         ends_s = view.pace_s * (view.most_left_tokens + 1) if is_by_value else 0.0
-        return (ends_s, view.num_in_flight, view.kv_used_fraction, view.engine_id)
+        is_full = self.config.rule is RoutingRule.VALUE and not self.has_seat(view)
+        return (is_full, ends_s, view.num_in_flight, view.kv_used_fraction, view.engine_id)
 
     def reason(self, view, turn):
         if turn.moved_by is not None:
@@ -167,6 +174,7 @@ VIEWS = st.builds(
     prefill_s=st.sampled_from([0.0, 0.1]),
     num_waiting_prompt_tokens=st.integers(0, 30),
     most_left_tokens=st.sampled_from([0.0, 0.0, 5.0, 20.0]),
+    num_seats=st.sampled_from([0, 0, 1, 2]),
     is_slow=st.booleans(),
 )
 TURNS = st.builds(

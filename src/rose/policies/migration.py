@@ -48,4 +48,5 @@ def gain_s(config: RoutingConfig, turn: TurnView, here: EngineView, there: Engin
 
 def is_crowded(config: RoutingConfig, here: EngineView, there: EngineView) -> bool:
     """Return whether a turn that stays would leave too large a load gap; asked while no pace is known."""
-    return here.kind is there.kind and here.num_in_flight + 1 - there.num_in_flight > config.load_margin
+    gap = here.num_in_flight + here.num_seats + 1 - there.num_in_flight - there.num_seats
+    return here.kind is there.kind and gap > config.load_margin

@@ -19,6 +19,9 @@ from rose import checks
 from rose.types import EngineId, EngineKind
 
 _LEAST_SHARE = 0.2  # of the mean pace that the line may have at load 0, however steep it looks
+_FIRST_PAUSE_S = 0.5
+_PAUSE_WEIGHT = 0.02
+_PAUSES = 3.0
 _PRIOR_PREFILL_TOKENS = 20_000.0  # the weight of what is expected of prefill
 
 
@@ -101,6 +104,7 @@ class PaceModel:
         self._own: dict[EngineId, _Own] = {}
         self._prefill_tokens = 0.0
         self._prefill_sum_s = 0.0
+        self._pause_s = _FIRST_PAUSE_S
 
     def observe(
         self, engine_id: EngineId, kind: EngineKind, *, load_tokens: float, num_tokens: int, duration_s: float
@@ -123,6 +127,15 @@ class PaceModel:
         """Take a turn that computed its whole prompt anew and took ``extra_s`` longer than its tokens account for."""
         self._prefill_tokens = self._keep * self._prefill_tokens + num_prompt_tokens
         self._prefill_sum_s = self._keep * self._prefill_sum_s + extra_s
+
+    def observe_pause(self, pause_s: float) -> None:
+        """Take the time between two turns of a trajectory."""
+        self._pause_s += _PAUSE_WEIGHT * (pause_s - self._pause_s)
+
+    @property
+    def seat_s(self) -> float:
+        """Seconds for which a trajectory is expected back: a few times the usual pause."""
+        return _PAUSES * self._pause_s
 
     def forget(self, engine_id: EngineId) -> None:
         """Forget what is known of one engine by itself."""

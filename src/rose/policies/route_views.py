@@ -95,6 +95,7 @@ class EngineView:
         prefill_s: Seconds to compute one prompt token.
         num_waiting_prompt_tokens: Prompt tokens that are to be computed before a turn that comes now.
         most_left_tokens: The most that one of its trajectories is expected to make yet.
+        num_seats: Trajectories that will soon be back with their next turn, as far as can be told.
         is_slow: See ``RoutingConfig.max_slowdown``.
     """
 
@@ -113,6 +114,7 @@ class EngineView:
     prefill_s: float = 0.0
     num_waiting_prompt_tokens: int = 0
     most_left_tokens: float = 0.0
+    num_seats: int = 0
     is_slow: bool = False
 
 

@@ -6,8 +6,8 @@ begins, also when it is not slow, unless no dedicated engine is there for it. En
 avoided: one is taken when it is the only one, so that no turn is stranded. Among the others:
 
 * A later turn goes to the engine of the turn before, unless ``rose.policies.migration`` finds the first dedicated or the first borrowed
-  engine clearly better.
-* Any other turn goes to the first dedicated engine, or else the first borrowed one. The first is the one whose trajectories are
+  engine clearly better and that one has a slot that none of its trajectories will soon be back for.
+* Any other turn goes to the first dedicated engine, or else the first borrowed one. The first has such a slot, then it is the one whose trajectories are
   expected to end soonest (of idle ones, the fastest), then the one with the fewest turns in flight, the lowest KV use, the lowest id.
 
 By the ``paper`` rule engines are not left for others, and the first has the fewest turns in flight.
@@ -67,8 +67,8 @@ _MOVED_REASON = {
 
 _ANY_SIZE: Sizes = (math.inf, math.inf)
 
-Place = tuple[float, int, float, EngineId]
-"""An open engine's place among those of its kind: seconds until its trajectories would have made one token more than they are expected
+Place = tuple[bool, float, int, float, EngineId]
+"""An open engine's place among those of its kind: no slot that is not expected to be asked for, seconds until its trajectories would have made one token more than they are expected
 to, turns in flight, KV use, id."""
 
 
@@ -237,6 +237,8 @@ class RoutingIndex:
                 if place is None or place[-1] == here.engine_id:
                     continue
                 there = self._views[place[-1]]
+                if not self._has_seat(there):
+                    continue
                 if here.pace_s is None:
                     if is_crowded(config, here, there):
                         return Assign(there.engine_id, RouteReason.REBALANCED)
@@ -295,11 +297,15 @@ class RoutingIndex:
             return False
         return view.num_in_flight < self._config.cap_per_engine
 
+    def _has_seat(self, view: EngineView) -> bool:
+        """Tell whether there is a slot that no trajectory will soon be back for."""
+        return view.num_in_flight + view.num_seats < self._config.cap_per_engine
+
     def _place(self, view: EngineView) -> Place:
-        ends_s = 0.0
-        if view.pace_s is not None and self._config.rule is RoutingRule.VALUE:
-            ends_s = view.pace_s * (view.most_left_tokens + 1)
-        return (ends_s, view.num_in_flight, view.kv_used_fraction, view.engine_id)
+        if self._config.rule is RoutingRule.PAPER:
+            return (False, 0.0, view.num_in_flight, view.kv_used_fraction, view.engine_id)
+        ends_s = 0.0 if view.pace_s is None else view.pace_s * (view.most_left_tokens + 1)
+        return (not self._has_seat(view), ends_s, view.num_in_flight, view.kv_used_fraction, view.engine_id)
 
     def _rank_avoided(self, view: EngineView, turn: TurnView) -> tuple[bool, bool, Place]:
         return view.engine_id != turn.affinity, view.kind is EngineKind.BORROWED, self._place(view)

@@ -73,6 +73,7 @@ class Member:
         joined_s: When it joined.
         load_tokens: Context of all that is held, prompts and what was made.
         num_waiting_prompt_tokens: Prompt tokens of held attempts that show no token yet, without prefixes that were here.
+        seats: Trajectories whose last turn ended here, and until when their next one is expected; in the order of those times.
         lease_ends_s: When its lease ends unless it is renewed; ``None`` when the pool was not told.
     """
 
@@ -88,6 +89,7 @@ class Member:
     kv_reserved_tokens: int = 0
     load_tokens: int = 0
     num_waiting_prompt_tokens: int = 0
+    seats: dict[str, float] = attrs.field(factory=dict)
     last_token_s: float = -math.inf
     busy_since_s: float = 0.0
     asked_s: float = math.inf
@@ -215,8 +217,32 @@ class Membership:
             most_left_tokens=max(
                 (attempt.record.progress.left_tokens for attempt in member.held.values()), default=0.0
             ),
+            num_seats=self._num_seats(member),
             is_slow=estimate is not None and estimate.slowdown > self._config.routing.max_slowdown,
         )
+
+    def _num_seats(self, member: Member) -> int:
+        """Count the trajectories that will soon be back, and forget those that did not come."""
+        seats, now_s = member.seats, self.pace.now_s
+        while seats and seats[first := next(iter(seats))] <= now_s:
+            del seats[first]
+        return len(seats)
+
+    def keep_seat(self, engine_id: EngineId, trajectory_id: str, now_s: float) -> None:
+        """Expect a trajectory back whose turn ended."""
+        member = self.members.get(engine_id)
+        if member is not None:
+            member.seats.pop(trajectory_id, None)
+            member.seats[trajectory_id] = now_s + self.pace.seat_s
+            self.refresh(member)
+
+    def take_seat(self, engine_id: EngineId | None, trajectory_id: str, now_s: float) -> None:
+        """Note that a trajectory is back with its next turn."""
+        member = self.members.get(engine_id) if engine_id is not None else None
+        expected_s = None if member is None else member.seats.pop(trajectory_id, None)
+        if member is not None and expected_s is not None:
+            self.pace.observe_pause(now_s - (expected_s - self.pace.seat_s))
+            self.refresh(member)
 
     def note_tokens(self, attempt: Attempt, taken: int) -> None:
         """Count tokens that an open attempt made; the first one shows that its prompt was computed."""

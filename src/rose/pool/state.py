@@ -101,6 +101,7 @@ class PoolState:
             progress=self._progress(turn),
             waiter=waiter,
         )
+        self.engines.take_seat(record.affinity, turn.trajectory_id, now_s)
         self._waiting.add(record)
         self.live[number] = record
         if turn.deadline_s is not None:
@@ -406,6 +407,7 @@ class PoolState:
             num_made_tokens=len(result.token_ids),
             num_context_tokens=record.num_prompt_tokens,
         )
+        self.engines.keep_seat(result.hops[-1].engine_id, record.turn.trajectory_id, now_s)
         self._actions.append(SettleTurn(record, result))
         self._journal.finished(record, result, now_s)
 
