@@ -51,7 +51,8 @@ class Scan:
         return any(view.state is EngineState.READY and self.has_slot(view) for view in self.views.values())
 
     def is_out_of_reach(self, versions):
-        held = [view.version for view in self.views.values() if view.state is not EngineState.LOST]
+        gone = {EngineState.DRAINING, EngineState.FENCED, EngineState.LOST}
+        held = [view.version for view in self.views.values() if view.state not in gone]
         return staleness.is_out_of_reach(versions, held, self.run)
 
     def choose(self, turn):
@@ -122,7 +123,10 @@ class Scan:
     def has_slot(self, view):
         if view.circuit is Circuit.OPEN or (view.circuit is Circuit.HALF_OPEN and view.num_probing > 0):
             return False
-        return view.num_in_flight < CAP
+        return view.num_in_flight < self.cap(view)
+
+    def cap(self, view):
+        return CAP if view.num_slots is None else min(CAP, view.num_slots)
 
     def has_kv_room(self, view, turn):
         if view.kv_total_tokens is None:
@@ -136,7 +140,7 @@ class Scan:
         return (view.engine_id in turn.avoid, view.engine_id != turn.affinity, is_borrowed, *self.load(view))
 
     def has_seat(self, view):
-        return view.num_in_flight + view.num_seats < CAP
+        return view.num_in_flight + view.num_seats < self.cap(view)
 
     def load(self, view):
         is_by_value = self.config.rule is RoutingRule.VALUE and view.pace_s is not None
@@ -175,6 +179,7 @@ VIEWS = st.builds(
     num_waiting_prompt_tokens=st.integers(0, 30),
     most_left_tokens=st.sampled_from([0.0, 0.0, 5.0, 20.0]),
     num_seats=st.sampled_from([0, 0, 1, 2]),
+    num_slots=st.sampled_from([None, None, 0, 1, 2]),
     is_slow=st.booleans(),
 )
 TURNS = st.builds(
