@@ -200,6 +200,8 @@ class RouteReason(enum.Enum):
     AFFINITY = "affinity"
     DEDICATED = "dedicated"
     BORROWED = "borrowed"
+    MIGRATED = "migrated"
+    REBALANCED = "rebalanced"
     REROUTED_EVICTED = "rerouted_evicted"
     REROUTED_STALLED = "rerouted_stalled"
     REROUTED_LOST = "rerouted_lost"

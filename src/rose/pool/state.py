@@ -32,8 +32,8 @@ from rose.errors import (
     RoseError,
     TurnFailedError,
 )
-from rose.policies.ordered import Sizes
-from rose.policies.routing import Assign, EngineState, Wait, WaitReason
+from rose.policies.migration import remaining_tokens
+from rose.policies.routing import Assign, EngineState, WaitReason
 from rose.policies.staleness import is_admissible
 from rose.pool import failures, retries
 from rose.pool.actions import TIME_EPSILON_S, Action, SettleTurn, StartAttempt, StopAttempt, TimerKind, Timers
@@ -45,10 +45,11 @@ from rose.pool.lifecycle import Lifecycle
 from rose.pool.membership import Member, Membership
 from rose.pool.objections import Objections
 from rose.pool.outage import Outage
+from rose.pool.search import Search
 from rose.pool.sources import TokenSource
 from rose.pool.starvation import Starvation
 from rose.pool.statistics import Recorder
-from rose.pool.turns import Attempt, TurnRecord
+from rose.pool.turns import Attempt, Progress, TurnRecord
 from rose.pool.waiting import TrajectoryMemory, WaitingQueue
 from rose.types import (
     EngineKind,
@@ -85,6 +86,7 @@ class PoolState:
         self._groups = GroupBreaker(config)
         self._objections = Objections(self.engines, self._groups)
         self._outage = Outage(self.engines, config.no_engine_timeout_s)
+        self._search = Search(self._waiting, self.engines.index, self._objections)
         self._starvation = Starvation(self.engines, config.starve_s)
         self._numbers = itertools.count()
         self._timers = Timers(self._is_timer_needed)
@@ -105,11 +107,18 @@ class PoolState:
             arrived_s=now_s,
             queued_s=now_s,
             affinity=known.last_engine,
+            avoid=self.engines.still_stalled(known.stalls),
+            progress=Progress(
+                left_tokens=remaining_tokens(
+                    self._config.routing, num_made=known.num_made_tokens, num_context=len(turn.prompt_ids)
+                ),
+                num_context_tokens=known.num_context_tokens,
+            ),
             oldest=known.oldest,
-            num_known_tokens=known.num_context_tokens,
             waiter=waiter,
             source=source,
         )
+        self.engines.take_seat(record.affinity, turn.trajectory_id, now_s)
         self.live[number] = record
         if turn.deadline_s is not None:
             self._timers.set(now_s + turn.deadline_s, TimerKind.DEADLINE, number)
@@ -218,6 +227,7 @@ class PoolState:
 
     def plan(self, now_s: float) -> tuple[list[Action], list[PoolEvent]]:
         """Route every turn that can go now; returns the I/O to do, in order, and what there is to tell."""
+        self.engines.pace.now_s = now_s
         if self._outage.look(now_s):
             self._set_outage_timer(self._waiting)
         self._relieve_starved(now_s)
@@ -238,13 +248,7 @@ class PoolState:
 
     def waiting_reasons(self) -> Counter[WaitReason]:
         """Count the waiting turns by what they wait for."""
-        reasons: Counter[WaitReason] = Counter()
-        for head in self._waiting.heads():
-            decision = self.engines.index.choose(head.view())
-            # An engine that takes the first but not the others has no KV room for these.
-            reason = decision.reason if isinstance(decision, Wait) else WaitReason.KV
-            reasons[reason] += self._waiting.num_unfit(head, self._room_for(head))
-        return +reasons
+        return self._search.reasons()
 
     # Below: one small step each.
 
@@ -291,28 +295,15 @@ class PoolState:
 
     def _route_next(self, now_s: float) -> bool:
         """Move the first turn in the queue that need not wait; returns whether there was one."""
-        record = min(self._waiting.heads(), key=_order)
-        decision = self.engines.index.choose(record.view())
-        if isinstance(decision, Wait):
-            movable = [first for head in self._waiting.heads() if (first := self._first_movable(head)) is not None]
-            if not movable:
-                return False
-            record = min(movable, key=_order)
-            decision = self.engines.index.choose(record.view())
+        found = self._search.next()
+        if found is None:
+            return False
+        record, decision = found
         if isinstance(decision, Assign):
             self._assign(record, decision, now_s)
         else:
             self._give_up_version(record, now_s)
         return True
-
-    def _first_movable(self, head: TurnRecord) -> TurnRecord | None:
-        """Return the first turn in the line of ``head`` that an engine has room for; any, once their version is not to be had."""
-        if self._objections.is_version_gone(head) or self._objections.find_version(head) is not None:
-            return head
-        return self._waiting.first_fitting(head, self._room_for(head))
-
-    def _room_for(self, record: TurnRecord) -> Sizes:
-        return self.engines.index.room(record.versions, is_dedicated_only=record.is_dedicated_only)
 
     def _assign(self, record: TurnRecord, decision: Assign, now_s: float) -> None:
         self._waiting.remove(record)
@@ -327,6 +318,7 @@ class PoolState:
             reason=decision.reason,
             number=number,
             last_progress_s=now_s,
+            assigned_s=now_s,
         )
         record.attempt = self._open[number] = attempt
         self.engines.hold(attempt.member, attempt, now_s)
@@ -339,9 +331,8 @@ class PoolState:
         """Count tokens; returns whether a first token closed the engine's circuit."""
         member = attempt.member
         is_first = attempt.num_tokens == 0
-        attempt.num_tokens += taken
+        self.engines.note_tokens(attempt, taken)
         attempt.last_progress_s = member.last_token_s = now_s
-        member.account.num_tokens += taken
         if is_first and member.circuit.succeed():
             self.engines.refresh(member)
             return True
@@ -387,6 +378,7 @@ class PoolState:
             return
         if member.last_token_s <= attempt.last_progress_s:
             self._pause_member(member, member.circuit.fail(now_s))
+        self._memory.note_stalled(attempt.record.turn.trajectory_id, attempt.engine_id, now_s)
         self._move_on(attempt, HopEnd.STALLED, now_s)
 
     def _miss_deadline(self, record: TurnRecord, now_s: float) -> None:
@@ -416,6 +408,8 @@ class PoolState:
         """Close an attempt. ``is_over``: the stream ended by itself, so there is nothing to stop."""
         attempt.is_open = False
         attempt.record.attempt = None
+        if ended is HopEnd.FINISHED:
+            self.engines.learn(attempt, now_s)
         del self._open[attempt.number]
         hop = Hop(engine_id=attempt.engine_id, reason=attempt.reason, num_tokens=attempt.num_tokens, ended=ended)
         attempt.record.hops.append(hop)
@@ -443,9 +437,11 @@ class PoolState:
             self._memory.note_finished(
                 record.turn.trajectory_id,
                 result.hops[-1].engine_id,
+                num_made_tokens=len(result.token_ids),
                 num_context_tokens=record.num_prompt_tokens,
                 oldest=record.oldest_so_far,
             )
+            self.engines.keep_seat(result.hops[-1].engine_id, record.turn.trajectory_id, now_s)
         if result.finish_reason is not FinishReason.ABORTED:
             self._groups.succeed(record.turn.group_id)
         self.recorder.finished(result, self.engines.version)
@@ -490,10 +486,6 @@ class PoolState:
         if kind is TimerKind.OUTAGE:
             return len(self._waiting) > 0
         return self.engines.members.get(subject.engine_id) is subject
-
-
-def _order(record: TurnRecord) -> tuple[int, int, int]:
-    return record.order
 
 
 def _name_error(error: Exception) -> str:

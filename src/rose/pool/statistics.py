@@ -70,7 +70,7 @@ class Recorder:
         if record.hops:
             has_prefix, num_cached_tokens = record.hops[-1].engine_id == attempt.engine_id, num_prompt_tokens
         else:
-            has_prefix, num_cached_tokens = record.affinity == attempt.engine_id, record.num_known_tokens
+            has_prefix, num_cached_tokens = record.affinity == attempt.engine_id, record.progress.num_context_tokens
         if not has_prefix and num_cached_tokens:
             self._reprefilled[attempt.reason] += min(num_cached_tokens, num_prompt_tokens)
 

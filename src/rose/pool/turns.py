@@ -46,14 +46,29 @@ if TYPE_CHECKING:
 
 _FAILED = frozenset({HopEnd.LOST, HopEnd.REFUSED, HopEnd.STALLED})
 
-Demand = tuple[VersionConstraint, bool, str | None, bool]
-"""What a turn asks of engines apart from room: versions, dedicated ones only, the run that it is pinned to if any, and whether it
-waits for its version."""
+Demand = tuple[VersionConstraint, bool, str | None, bool, bool]
+"""What a turn asks of engines apart from room: versions, dedicated ones only, the run that it is pinned to if any, to begin, and
+whether it waits for its version."""
+
+
+@attrs.frozen(kw_only=True)
+class Progress:
+    """How far a trajectory was when its turn came.
+
+    ``left_tokens``: what it is expected to make yet; ``num_context_tokens``: what its last engine may have kept of its prompt.
+    """
+
+    left_tokens: float = 0.0
+    num_context_tokens: int = 0
 
 
 @attrs.define(kw_only=True, eq=False)
 class Attempt:
-    """One request to one engine. ``is_open`` until it ended or the pool gave it up; ``is_started`` once it may be known there."""
+    """One request to one engine. ``is_open`` until it ended or the pool gave it up; ``is_started`` once it may be known there.
+
+    ``load_tokens``: the context of all the engine's turns when this one came; ``num_fresh_tokens``: prompt tokens that the engine
+    has to compute, as far as the pool knows.
+    """
 
     record: TurnRecord
     member: Member
@@ -61,6 +76,9 @@ class Attempt:
     reason: RouteReason
     number: int
     last_progress_s: float
+    assigned_s: float = 0.0
+    load_tokens: int = 0
+    num_fresh_tokens: int = 0
     num_tokens: int = 0
     is_open: bool = True
     is_started: bool = False
@@ -81,7 +99,7 @@ class TurnRecord:
     """A turn that is in the pool's hands. ``waiter`` belongs to the caller of the state core, ``source`` to its shell.
 
     It ``is_suspect`` once an engine failed it with an error that says as much about the request as about the engine. ``oldest`` is the
-    oldest version of the tokens that the trajectory had before; ``num_known_tokens`` how many tokens its engine has cached of them.
+    oldest version of the tokens that the trajectory had before.
     """
 
     turn: Turn
@@ -91,7 +109,6 @@ class TurnRecord:
     queued_s: float
     affinity: EngineId | None = None
     oldest: WeightVersion | None = None
-    num_known_tokens: int = 0
     max_context_tokens: int | None = None
     waiter: Any = None
     source: TokenSource | None = None
@@ -100,6 +117,7 @@ class TurnRecord:
     spans: list[VersionSpan] = attrs.field(factory=list)
     hops: list[Hop] = attrs.field(factory=list)
     attempt: Attempt | None = None
+    progress: Progress = attrs.field(factory=Progress)
     avoid: set[EngineId] = attrs.field(factory=set)
     moved_by: HopEnd | None = None
     pinned: WeightVersion | None = None
@@ -150,7 +168,7 @@ class TurnRecord:
     def demand(self) -> Demand:
         """Return what the next attempt asks of engines apart from room."""
         run = None if self.pinned is None else self.pinned.run
-        return self.versions, self.is_dedicated_only, run, self.turn.waits_for_version
+        return self.versions, self.is_dedicated_only, run, self.affinity is None, self.turn.waits_for_version
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -163,6 +181,7 @@ class TurnRecord:
             versions=self.versions,
             num_prompt_tokens=self.num_prompt_tokens,
             num_new_tokens=self.num_left_tokens,
+            num_left_tokens=self.progress.left_tokens,
             affinity=self.affinity,
             avoid=self.avoid,
             moved_by=self.moved_by,

@@ -90,14 +90,18 @@ class Known:
     Attributes:
         last_engine: The engine of its last finished turn.
         num_turns: How many turns of it finished.
+        num_made_tokens: Tokens that those made.
         num_context_tokens: Prompt and answer of the last one, which its engine may have cached.
         oldest: The oldest version that made a token of it.
+        stalls: Engines that stalled it and when; who finds one well again deletes it.
     """
 
     last_engine: EngineId | None = None
     num_turns: int = 0
+    num_made_tokens: int = 0
     num_context_tokens: int = 0
     oldest: WeightVersion | None = None
+    stalls: dict[EngineId, float] = attrs.field(factory=dict)
 
 
 _UNKNOWN = Known()
@@ -121,23 +125,33 @@ class TrajectoryMemory:
         return (group_start, -known.num_turns if known else 0, number)
 
     def known(self, trajectory_id: str) -> Known:
-        """Return what is known of a trajectory; not to be changed."""
+        """Return what is known of a trajectory; nothing but ``stalls`` is to be changed."""
         return self._trajectories.get(trajectory_id, _UNKNOWN)
+
+    def note_stalled(self, trajectory_id: str, engine_id: EngineId, now_s: float) -> None:
+        """Remember that a turn of the trajectory stalled on ``engine_id``."""
+        self._remember(trajectory_id).stalls[engine_id] = now_s
 
     def note_finished(
         self,
         trajectory_id: str,
         engine_id: EngineId,
         *,
+        num_made_tokens: int = 0,
         num_context_tokens: int = 0,
         oldest: WeightVersion | None = None,
     ) -> None:
         """Remember that a turn of the trajectory finished on ``engine_id``; see ``Known`` for the rest."""
+        known = self._remember(trajectory_id)
+        known.num_turns += 1
+        known.num_made_tokens += num_made_tokens
+        known.num_context_tokens = num_context_tokens
+        known.last_engine = engine_id
+        known.oldest = older(known.oldest, oldest)
+
+    def _remember(self, trajectory_id: str) -> Known:
         known = self._trajectories.setdefault(trajectory_id, Known())
         self._trajectories.move_to_end(trajectory_id)
-        known.num_turns += 1
-        known.last_engine = engine_id
-        known.num_context_tokens = num_context_tokens
-        known.oldest = older(known.oldest, oldest)
         if len(self._trajectories) > self._max_entries:
             self._trajectories.popitem(last=False)
+        return known

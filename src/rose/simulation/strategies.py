@@ -14,6 +14,7 @@ import attrs
 
 from rose.errors import ConfigError
 from rose.policies.admission import Mode
+from rose.policies.routing import RoutingRule
 from rose.simulation.guest_memory import MemoryRule
 from rose.simulation.scenario import Algorithm
 from rose.simulation.shared_supply import CoservingSupply, PartitionSupply, SwitchSupply, WholeSupply
@@ -34,6 +35,7 @@ class Strategy:
         looks_at_kv: The router knows the engines' KV memory; otherwise engines preempt when it runs out.
         algorithm: The outer loop, where it is not the scenario's.
         starts_early: DAPO: more groups are started as soon as there is room, not in rounds.
+        routing: How the pool compares engines.
     """
 
     name: str
@@ -45,10 +47,18 @@ class Strategy:
     looks_at_kv: bool = True
     algorithm: Algorithm | None = None
     starts_early: bool = False
+    routing: RoutingRule = RoutingRule.PAPER
 
 
 def _policy(name: str, summary: str, supply: Callable[[], Supply], *, starts_early: bool = False) -> Strategy:
-    return Strategy(name=name, kind="policy", summary=summary, supply=supply, starts_early=starts_early)
+    return Strategy(
+        name=name,
+        kind="policy",
+        summary=summary,
+        supply=supply,
+        starts_early=starts_early,
+        routing=RoutingRule.VALUE,
+    )
 
 
 def _baseline(
@@ -78,10 +88,11 @@ STRATEGIES: dict[str, Strategy] = {
             is_capped=False,
             looks_at_kv=False,
         ),
-        _policy(
-            "paper",
-            "the published rules: start while both slacks are positive, a fifth of KV memory kept free, one cut to half",
-            lambda: CoservingSupply(
+        Strategy(
+            name="paper",
+            kind="policy",
+            summary="the published rules: start while both slacks are positive, a fifth of KV memory kept free, one cut to half",
+            supply=lambda: CoservingSupply(
                 mode=Mode.PAPER, memory_rule=MemoryRule.PUBLISHED, headroom_fraction=0.2, has_whole_chunks=True
             ),
         ),
