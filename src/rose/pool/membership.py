@@ -190,9 +190,9 @@ class Membership:
     def refresh(self, member: Member) -> None:
         """Bring the routing index up to date with a member that changed."""
         if self.members.get(member.engine_id) is member:
-            self.index.put(self._view(member))
+            self.index.put(self.view(member))
 
-    def _view(self, member: Member) -> EngineView:
+    def view(self, member: Member) -> EngineView:
         """Return what the routing policy sees of a member."""
         reading, pace, circuit = member.reading, self.pace, member.circuit.state
         probing = 0

@@ -53,6 +53,7 @@ from rose.types import (
     TurnResult,
 )
 
+_PREFILL_SLACK = 2.0
 _WAITED_FOR = {
     WaitReason.NO_READY_ENGINE: "a ready engine",
     WaitReason.VERSION: "an engine with the weight version that it asks for",
@@ -320,6 +321,8 @@ class PoolState:
     def _check_stall(self, attempt: Attempt, now_s: float) -> None:
         member = attempt.member
         due_s = attempt.last_progress_s + self._config.stall_s
+        if attempt.num_tokens == 0:  # a long prompt is no stall, also where nothing else runs that would show tokens
+            due_s += _PREFILL_SLACK * self.engines.pace.prefill_s * attempt.num_fresh_tokens
         if member.state is EngineState.UPDATING:
             due_s = now_s + self._config.stall_s
         elif attempt.num_tokens == 0 and member.last_token_s > now_s - self._config.stall_s:
