@@ -67,7 +67,10 @@ async def cluster():
         from ray._private import ray_constants  # noqa: PLC0415
         from ray.cluster_utils import Cluster  # noqa: PLC0415
 
-    is_beyond, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False  # it would leave the loopback address
+    is_beyond, ray_constants.ENABLE_RAY_CLUSTER = (
+        ray_constants.ENABLE_RAY_CLUSTER,
+        False,
+    )  # it would leave the loopback address
     small = {"node_ip_address": "127.0.0.1", "object_store_memory": 80 << 20, "include_dashboard": False}
     made = Cluster(
         initialize_head=True,
@@ -194,7 +197,10 @@ async def test_an_engine_that_may_not_move_is_gone_with_its_node_and_the_others_
 
 
 async def test_errors_cancellation_clients_and_engines_that_come_and_go(cluster):
-    async with await on_ray.deploy(spec("calm", 1, vocab_size=50, token_s=0.005)) as deployment, deployment.client() as pool:
+    async with (
+        await on_ray.deploy(spec("calm", 1, vocab_size=50, token_s=0.005)) as deployment,
+        deployment.client() as pool,
+    ):
         with pytest.raises(RequestRefusedError, match="token ids outside 0 to 49") as caught:
             await pool.generate(turn(99))
         assert type(caught.value) is RequestRefusedError

@@ -11,6 +11,7 @@ engine's own factor weighs half after ``half_life_s`` without a turn of its own.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import attrs
@@ -37,8 +38,8 @@ class PaceConfig:
     """
 
     memory_turns: int = attrs.field(default=256, validator=checks.integer(2))
-    half_life_s: float = attrs.field(default=30.0, validator=checks.number(above=0))
-    doubt_s: float = attrs.field(default=10.0, validator=checks.number(above=0))
+    half_life_s: float = attrs.field(default=10.0, validator=checks.number(above=0))
+    doubt_s: float = attrs.field(default=5.0, validator=checks.number(above=0))
     prefill_share: float = attrs.field(default=0.005, validator=checks.number(at_least=0, at_most=1))
 
 
@@ -142,7 +143,8 @@ class PaceModel:
         self._own.pop(engine_id, None)
 
     def _fading(self, own: _Own) -> float:
-        return 0.5 ** (max(0.0, self.now_s - own.seen_s) / self._config.half_life_s)
+        age_s = max(0.0, self.now_s - own.seen_s)
+        return math.pow(0.5, age_s / self._config.half_life_s)
 
     def _factor(self, engine_id: EngineId) -> float:
         """Return by how much an engine differs from its kind; its kind's pace weighs as much as ``doubt_s`` of its own turns."""

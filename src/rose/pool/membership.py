@@ -255,9 +255,9 @@ class Membership:
     def refresh(self, member: Member) -> None:
         """Bring the routing index up to date with a member that changed."""
         if self.members.get(member.engine_id) is member:
-            self.index.put(self._view(member))
+            self.index.put(self.view(member))
 
-    def _view(self, member: Member) -> EngineView:
+    def view(self, member: Member) -> EngineView:
         """Return what the routing policy sees of a member."""
         reading, pace, circuit = member.reading, self.pace, member.circuit.state
         probing = 0
@@ -320,12 +320,13 @@ class Membership:
 
     def note_tokens(self, attempt: Attempt, taken: int) -> None:
         """Count tokens that an open attempt made; the first one shows that its prompt was computed."""
-        member = attempt.member
-        if not attempt.num_tokens:
-            member.num_waiting_prompt_tokens -= attempt.num_fresh_tokens
+        member, is_first = attempt.member, not attempt.num_tokens
         attempt.num_tokens += taken
         member.load_tokens += taken
         member.account.num_tokens += taken
+        if is_first and attempt.num_fresh_tokens:
+            member.num_waiting_prompt_tokens -= attempt.num_fresh_tokens
+            self.refresh(member)
 
     def learn(self, attempt: Attempt, now_s: float) -> None:
         """Learn an engine's pace from a turn that finished: from one that found its prefix there, or computed it anew."""

@@ -9,6 +9,7 @@ from rose.pool.config import PoolConfig
 from rose.pool.turns import Attempt, TurnRecord
 
 _MIN_FAILED_TO_REST = 2
+_PREFILL_SLACK = 2.0
 
 
 def rest_s(record: TurnRecord, config: PoolConfig, rng: Random) -> float:
@@ -20,13 +21,17 @@ def rest_s(record: TurnRecord, config: PoolConfig, rng: Random) -> float:
     return pause_s * (1.0 + config.jitter_fraction * rng.random())
 
 
-def stall_due_s(attempt: Attempt, config: PoolConfig, now_s: float) -> float:
+def stall_due_s(attempt: Attempt, config: PoolConfig, now_s: float, *, prefill_s: float = 0.0) -> float:
     """Return when an open attempt counts as stalled, unless it or its engine makes a token until then.
+
+    ``prefill_s`` is what a prompt token takes, as far as is known.
 
     The time of an activation is no stall. One without a token yet may wait longer while its engine makes tokens for others: it waits
     for its place, nothing stands.
     """
     member, due_s = attempt.member, attempt.last_progress_s + config.stall_s
+    if attempt.num_tokens == 0:  # a long prompt is no stall, also where nothing else runs that would show tokens
+        due_s += _PREFILL_SLACK * prefill_s * attempt.num_fresh_tokens
     if member.state is EngineState.UPDATING:
         return now_s + config.stall_s
     if attempt.num_tokens == 0 and member.last_token_s > now_s - config.stall_s:

@@ -372,7 +372,7 @@ class PoolState:
 
     def _check_stall(self, attempt: Attempt, now_s: float) -> None:
         member = attempt.member
-        due_s = retries.stall_due_s(attempt, self._config, now_s)
+        due_s = retries.stall_due_s(attempt, self._config, now_s, prefill_s=self.engines.pace.prefill_s)
         if due_s > now_s + TIME_EPSILON_S:
             self._timers.set(due_s, TimerKind.STALL, attempt.number)
             return

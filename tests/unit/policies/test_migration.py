@@ -14,6 +14,7 @@ from rose.policies.routing import (
     RoutingIndex,
     RoutingRule,
     TurnView,
+    Wait,
 )
 from rose.types import AnyVersion, EngineId, EngineKind, HopEnd, RouteReason
 
@@ -37,7 +38,7 @@ STAY = Assign(EngineId("here"), RouteReason.AFFINITY)
 MOVE = Assign(EngineId("there"), RouteReason.MIGRATED)
 
 
-def choose(*views: EngineView, turn: TurnView = TURN, config: RoutingConfig = CONFIG):
+def choose(*views: EngineView, turn: TurnView = TURN, config: RoutingConfig = CONFIG) -> Assign | Wait:
     index = RoutingIndex(config)
     for view in views:
         index.put(view)

@@ -18,7 +18,9 @@ def engine(clock: ManualClock, name: str, token_s: float) -> FakeEngine:
     return FakeEngine(engine_id=EngineId(name), clock=clock, token_s=token_s)
 
 
-async def take_turns(pool: RolloutPool, name: str, num_turns: int, *, max_tokens: int = 20) -> list[str]:
+async def take_turns(
+    pool: RolloutPool, name: str, num_turns: int, *, max_tokens: int = 20, pause_s: float = 0.0
+) -> list[str]:
     """Run a trajectory; returns the engine of each turn."""
     prompt, engines = (1, 2, 3), []
     for _ in range(num_turns):
@@ -26,6 +28,8 @@ async def take_turns(pool: RolloutPool, name: str, num_turns: int, *, max_tokens
         result = await pool.generate(turn)
         prompt = (*prompt, *result.token_ids, 7)
         engines.append(result.hops[-1].engine_id)
+        if pause_s:
+            await pool._driver._clock.sleep(pause_s)
     return engines
 
 
@@ -103,6 +107,35 @@ def test_what_waits_to_be_computed_and_the_load_return_to_nothing():
 
     for member in run(work):
         assert (member.load_tokens, member.num_waiting_prompt_tokens, member.held) == (0, 0, {})
+
+
+def test_a_move_leaves_the_slot_of_a_trajectory_whose_environment_is_at_work():
+    """Its engine keeps its prefix; a slot that looks free is its own for a few times the usual pause."""
+
+    async def work(clock):
+        own, lent = engine(clock, "own", 0.01), engine(clock, "lent", 0.05)
+        config = PoolConfig(routing=RoutingConfig(cap_per_engine=1), stall_s=60.0)
+        async with RolloutPool([own], borrowed=[lent], clock=clock, config=config) as pool:
+            first = asyncio.ensure_future(take_turns(pool, "first", 10, pause_s=0.2))
+            await clock.sleep(0.01)
+            second = asyncio.ensure_future(take_turns(pool, "second", 4, pause_s=0.01))
+            return await asyncio.gather(first, second)
+
+    first, second = run(work)
+    assert set(first) == {"own"}
+    assert set(second) == {"lent"}
+
+
+def test_a_trajectory_that_does_not_come_back_keeps_no_seat():
+    async def work(clock):
+        own = engine(clock, "own", 0.01)
+        async with RolloutPool([own], clock=clock) as pool:
+            await take_turns(pool, "only", 1)
+            seated = pool.snapshot().engines[0].num_seats
+            await clock.sleep(30.0)
+            return seated, pool.snapshot().engines[0].num_seats
+
+    assert run(work) == (1, 0)
 
 
 @pytest.mark.parametrize("kind", EngineKind)

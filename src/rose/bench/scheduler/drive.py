@@ -186,7 +186,9 @@ class Drive:
             self._carry_out(self.state.plan(self.now_s)[0])
         member = self.rng.choice(self._members)
         used = min(_KV_TOKENS, member.kv_reserved_tokens)
-        self.state.lifecycle.note_reading(member, attrs.evolve(reading(_KV_TOKENS), kv_used_tokens=used))
+        self.state.lifecycle.note_reading(
+            member, attrs.evolve(reading(_KV_TOKENS), kv_used_tokens=used, read_at_s=self.now_s), self.now_s
+        )
 
     def _carry_out(self, actions: Sequence[Action]) -> None:
         for action in actions:
