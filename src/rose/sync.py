@@ -90,6 +90,11 @@ class RolloutPool:
         accounts: dict[EngineId, asynchronous.EngineAccount] = self.call(lambda pool: _awaited(pool.accounts))
         return accounts
 
+    def statistics(self) -> asynchronous.PoolStatistics:
+        """Return what became of turns and tokens."""
+        statistics: asynchronous.PoolStatistics = self.call(lambda pool: _awaited(pool.statistics))
+        return statistics
+
     def call(self, work: Callable[[Any], Coroutine[Any, Any, T]], *, timeout_s: float | None = None) -> T:
         """Run ``work`` with the asynchronous pool on its loop, and wait for it.
 

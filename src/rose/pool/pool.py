@@ -244,11 +244,6 @@ class RolloutPool:
         """The clock of every time that the pool tells."""
         return self._clock
 
-    def engine(self, engine_id: EngineId) -> ServingEngine | None:
-        """Return an engine of the pool, ``None`` when it is not in it."""
-        member = self._state.engines.members.get(engine_id)
-        return None if member is None else member.engine
-
     @property
     def version(self) -> WeightVersion | None:
         """The latest version that an engine acknowledged, ``None`` before the first."""

@@ -29,6 +29,7 @@ from rose.pool.pool import PoolSnapshot, check_type
 from rose.pool.remote_doors import Doors
 from rose.pool.remote_link import Link
 from rose.pool.remote_turns import RemoteCall
+from rose.pool.statistics import PoolStatistics
 from rose.pool.weights import SyncReport
 from rose.pool.wire import error_from_plain, from_plain
 from rose.types import EngineId, EngineRequest, TokenChunk, Turn, TurnResult
@@ -93,7 +94,8 @@ class RemotePool:
             await self._link.send(direct.submit_to_wire(turn_id, turn))
             engine_wire.PREPARED.prepare(turn.prompt_ids)  # while the pool decides
             return await waiter
-        except asyncio.CancelledError:
+        except asyncio.CancelledError as error:
+            vars(error)["partial"] = call.partial()
             self._drop(call)
             raise
 
@@ -127,6 +129,11 @@ class RemotePool:
             dict[str, EngineAccount], (await self._status())["accounts"]
         )
         return accounts
+
+    async def statistics(self) -> PoolStatistics:
+        """Return what became of turns and tokens since the pool was made, of all its clients."""
+        statistics: PoolStatistics = from_plain(PoolStatistics, (await self._status())["statistics"])
+        return statistics
 
     async def __aenter__(self) -> Self:
         """Connect.

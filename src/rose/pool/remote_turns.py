@@ -125,13 +125,19 @@ class RemoteCall:
         if self.waiter.done():
             return
         if "error" in outcome:
-            self.waiter.set_exception(error_from_plain(outcome))
+            error = error_from_plain(outcome)
+            error.partial = self.partial()
+            self.waiter.set_exception(error)
             return
         if outcome["num_tokens"] > len(self.record.token_ids):
             message = f"the pool settled a turn with {outcome['num_tokens']} tokens, {len(self.record.token_ids)} came; run it again"
             self.waiter.set_exception(TurnFailedError(message))
             return
         self.waiter.set_result(direct.result_from(outcome, self.record.token_ids, self.record.logprobs))
+
+    def partial(self) -> TurnResult:
+        """Return what there is of the turn, as an aborted result."""
+        return self.record.result(FinishReason.ABORTED)
 
     def stop(self) -> None:
         """End the stream, which ends the request at the engine."""

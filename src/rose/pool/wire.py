@@ -50,6 +50,8 @@ def from_plain(cls: Any, data: Any) -> Any:  # noqa: PLR0911 - one return a kind
         return _from_union(get_args(cls), data)
     if origin is WeightVersion:
         return WeightVersion.parse(data)
+    if origin is int and isinstance(data, str):  # a key
+        return int(data)
     if isinstance(origin, type) and attrs.has(origin):
         hints = _hints(origin)
         known = {field.name for field in attrs.fields(origin)}

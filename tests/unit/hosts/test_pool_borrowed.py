@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import attrs
 import pytest
 
 pytest.importorskip("aiohttp", reason="aiohttp is not installed: pip install 'rose-rl[http]'")
@@ -70,7 +71,7 @@ async def test_weights_are_synced_through_the_pool() -> None:
         assert set(report.activations) == {"e0", "e1"}
         assert not report.errors
         assert pool.version == WeightVersion("r", 0)
-        result = await remote.generate(Turn(**_fields(TURN), versions=AtLeast(0)))
+        result = await remote.generate(attrs.evolve(TURN, versions=AtLeast(0)))
         assert result.versions[0].version == WeightVersion("r", 0)
         assert (await remote.sync_weights(transport)).unchanged == ("e0", "e1")
         late = FakeEngine(engine_id=EngineId("late"))
@@ -85,12 +86,3 @@ async def test_a_transport_that_only_this_process_has_is_refused() -> None:
         del transport
         with pytest.raises(TransportError, match="its owner must serve it"):
             await remote._client.call("POST", "/v1/sync", {"address": {"name": "memory", "local": name}})
-
-
-def _fields(turn: Turn) -> dict[str, object]:
-    return {
-        "trajectory_id": turn.trajectory_id,
-        "group_id": turn.group_id,
-        "prompt_ids": turn.prompt_ids,
-        "sampling": turn.sampling,
-    }

@@ -75,6 +75,7 @@ async def test_accounts_and_affinity_are_the_pool_s() -> None:
                 assert again.hops[0].engine_id == first.hops[0].engine_id
             await until(lambda: pool.snapshot().num_live_turns == 0)
             accounts = await two.accounts()
+            assert await two.statistics() == pool.statistics()
             assert {name: account.num_tokens for name, account in accounts.items()} == {
                 name: account.num_tokens for name, account in pool.accounts().items()
             }
@@ -139,8 +140,10 @@ async def test_a_client_s_word_takes_no_engine_out_of_the_pool() -> None:
 
 async def test_refusals_and_deadlines_come_in_their_own_types() -> None:
     async with direct_pool(1, token_s=0.05) as (_, url, _), RolloutPool.connect(url) as remote:
-        with pytest.raises(RequestRefusedError, match="4096"):
-            await remote.generate(turn(num_prompt=5000))
+        with pytest.raises(RequestRefusedError, match="token ids outside"):
+            await remote.generate(turn(num_prompt=2000))
+        full = await remote.generate(turn(num_prompt=5000))  # case E01: no engine is asked
+        assert (full.token_ids, full.finish_reason, full.hops) == ((), FinishReason.LENGTH, ())
         with pytest.raises(DeadlineExceededError, match="not done after"):
             await remote.generate(turn(max_tokens=50, deadline_s=0.1))
         with pytest.raises(TypeError, match="turn must be"):

@@ -172,6 +172,8 @@ def test_errors_are_told_and_the_turn_stays_open() -> None:
     with pytest.raises(TurnFailedError, match="given up") as caught:
         one.waiter.result()
     assert caught.value.hops == (MOVED,)
+    assert caught.value.partial is not None
+    assert caught.value.partial.token_ids == (5,)
 
 
 def test_log_probs_that_do_not_match_end_the_attempt() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Sequence
 from typing import Any, Self
 
 import attrs
@@ -119,7 +119,7 @@ class PoolService:
         turn = turn_from_wire(data)
         if is_streamed:
             async with contextlib.aclosing(stream(self._pool, turn)) as items:
-                return await answer_stream(request, (_item(item) async for item in items), NDJSON)
+                return await answer_stream(request, _counted(items), NDJSON)
         if turn_id is None:
             return _json(to_plain(await self._pool.generate(turn)))
         return _json(to_plain(await self._desk.run(caller().name, _turn_id(turn_id), turn)))
@@ -141,7 +141,7 @@ class PoolService:
             raise EngineError(message)
         chunks: Any = attempt.member.engine.generate(wanted)
         async with contextlib.aclosing(chunks):
-            return await answer_stream(request, (wire.chunk_to_wire(chunk) async for chunk in chunks), NDJSON)
+            return await answer_stream(request, _counted(chunks), NDJSON)
 
     # The pool.
 
@@ -165,6 +165,7 @@ class PoolService:
                 "name": self._name,
                 "snapshot": to_plain(self._pool.snapshot()),
                 "accounts": to_plain(self._pool.accounts()),
+                "statistics": to_plain(self._pool.statistics()),
                 "num_sessions": len(self._direct.sessions),
             }
         )
@@ -193,8 +194,15 @@ async def serve_pool(service: PoolService, listen: str = "127.0.0.1:0") -> Async
             yield url
 
 
-def _item(item: TokenChunk | TurnResult) -> dict[str, Any]:
-    return {"result": to_plain(item)} if isinstance(item, TurnResult) else wire.chunk_to_wire(item)
+async def _counted(items: AsyncIterable[TokenChunk | TurnResult]) -> AsyncIterator[dict[str, Any]]:
+    """Render a stream; each line says how many tokens came before it."""
+    num_tokens = 0
+    async for item in items:
+        if isinstance(item, TurnResult):
+            yield {"result": to_plain(item)}
+        else:
+            yield wire.chunk_to_wire(item, num_tokens)
+            num_tokens += len(item.token_ids)
 
 
 def _turn_id(given: Any) -> str:
