@@ -141,15 +141,13 @@ async def test_turns_survive_the_loss_of_the_node_with_the_pool_and_half_the_eng
     store.serve()
     try:
         version = Publisher(FakeTrainer(), store, run="run").publish_sync().version
-        async with await on_ray.deploy(spec("lossy", 4)) as deployment, deployment.client() as pool:
+        async with await on_ray.deploy(spec("lossy", 2)) as deployment, deployment.client() as pool:
             report = await pool.sync_weights(store.address())
-            assert len(report.activations) == 4
+            assert len(report.activations) == 2
             before = await pool.status()
             assert before.node_id == lost_node, "the plan puts it where most is left"
-            assert sorted(
-                list(before.engine_nodes.values()).count(node) for node in {*before.engine_nodes.values()}
-            ) == [2, 2]
-            turns = [turn(i, num_tokens=120) for i in range(24)]
+            assert len(set(before.engine_nodes.values())) == 2, "spread"
+            turns = [turn(i, num_tokens=120) for i in range(12)]
             running = asyncio.create_task(pool.generate_many(turns))
             while min(account.num_tokens for account in (await pool.accounts()).values()) < 30:
                 await asyncio.sleep(0.05)
@@ -163,7 +161,7 @@ async def test_turns_survive_the_loss_of_the_node_with_the_pool_and_half_the_eng
             assert after.node_id not in ("", lost_node)
             assert after.incarnation != before.incarnation
             assert after.snapshot.version == version
-            places = await ready_nodes(pool, 4)
+            places = await ready_nodes(pool, 2)
             assert set(places.values()) == {after.node_id}, "the lost engines were started on the node that is left"
             assert (await pool.snapshot()).num_live_turns == 0
     finally:

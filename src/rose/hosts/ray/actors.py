@@ -52,6 +52,10 @@ class ActorPeer(Peer):
 
     async def call(self, method: str, *arguments: Any) -> Any:
         """Call a method of the actor. What it raises comes back in its own type, without Ray's wrapping."""
+        if not ray.is_initialized():  # a call would start a cluster of its own
+            self._is_gone = True
+            message = "Ray was shut down in this program"
+            raise self._unreachable(message)
         try:
             return await getattr(self._actor, method).remote(*arguments)
         except RayTaskError as error:
@@ -88,8 +92,11 @@ def connect(name: str, *, config: ClientConfig | None = None) -> RayPool:
     """Return a client of a pool that runs in this cluster; ``ray.init`` was called before.
 
     Raises:
-        ConfigError: There is no pool of that name.
+        ConfigError: There is no pool of that name, or no cluster.
     """
+    if not ray.is_initialized():
+        message = "this program is in no Ray cluster; call ray.init(address=...) first"
+        raise ConfigError(message)
     actor = find_actor(name, pool_part())
     if actor is None:
         named = list_named_actors(all_namespaces=True)

@@ -160,9 +160,12 @@ async def deploy(spec: DeploymentSpec, *, is_waiting: bool = True) -> Deployment
         is_waiting: Return once the pool serves; otherwise as soon as everything is asked for.
 
     Raises:
-        ConfigError: A part has room on no node (the message says what each lacks), or a name is taken.
+        ConfigError: There is no cluster, a part has room on no node (the message says what each lacks), or a name is taken.
         RoseError: The pool does not start.
     """
+    if not ray.is_initialized():
+        message = "this program is in no Ray cluster; call ray.init(address=...) first"
+        raise ConfigError(message)
     placement = plan_placement(await asyncio.to_thread(read_nodes), spec.parts())
     for part in spec.parts():
         _node_of(placement.nodes, placement.unplaced, part.name)
@@ -179,7 +182,9 @@ async def deploy(spec: DeploymentSpec, *, is_waiting: bool = True) -> Deployment
 
 
 async def _ended(part: str, actor: ActorHandle) -> None:
-    """Ask an actor to end its work, then end it."""
+    """Ask an actor to end its work, then end it; there is nothing to end once Ray is shut down, and a call would start it anew."""
+    if not ray.is_initialized():
+        return
     try:
         async with asyncio.timeout(_CLOSE_S):
             await ActorPeer(actor, TransportError).call("close")
