@@ -25,9 +25,9 @@ from rose.coserving.ledger import Ledger
 from rose.coserving.lender_audit import ENDS, LeaseChange, check_audit
 from rose.testing.models import make_qwen3
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200)]
 
-START_S = 240.0
+START_S = 600.0
 POLICY = (
     "{max_positions = 2048, num_layers = 1, hidden_size = 64, intermediate_size = 128, num_heads = 2, num_kv_heads = 1}"
 )
