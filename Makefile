@@ -74,7 +74,7 @@ examples:
 
 bench: env
 	$(BIN)/rose bench transfer --out benchmarks/results
-	$(BIN)/python benchmarks/pool.py --out benchmarks/results/pool.json
+	$(BIN)/rose bench scheduler --out benchmarks/results
 
 # The tables of docs/reproducing.md; about half an hour on two cores, and it goes on where it was interrupted.
 reproduce: env

@@ -17,6 +17,7 @@ autodoc_member_order = "bysource"
 autodoc_typehints = "none"
 napoleon_numpy_docstring = False
 # What is not ROSE's own is not looked up: a build needs no network. The ids are type aliases without pages.
+autodoc_mock_imports = ["ray"]  # an extra that a build of the pages does not need
 nitpick_ignore_regex = [("py:.*", r"(?!rose\.).*"), ("py:class", r"rose\.types\.\w+Id")]
 
 html_theme = "furo"

@@ -12,7 +12,8 @@ calling program, a wrong argument for instance, is a plain ``ValueError`` or ``T
     │   ├── EngineBusyError                    the engine is alive and refuses more work now (429, 503)
     │   │   └── EngineLeaseError (LeaseError)  it refuses work under this lease, which is over or was never its own
     │   ├── RequestRefusedError (ValueError)   the engine can never serve this request (too long, unknown token ids)
-    │   └── EngineFencedError                  the engine's weights are not known; it must not serve
+    │   ├── EngineFencedError                  the engine's weights are not known; it must not serve
+    │   └── EngineUnsupportedError (NotImplementedError)  this kind of engine, or its server as it was started, cannot do this at all
     ├── TransferError (RuntimeError)
     │   ├── LayoutMismatchError (ValueError)   unknown, missing, misshapen or mistyped tensors; names them
     │   ├── CorruptUpdateError (ValueError)    a checksum or a length does not match
@@ -22,6 +23,10 @@ calling program, a wrong argument for instance, is a plain ``ValueError`` or ``T
     ├── LeaseError (RuntimeError)              a lease is unknown, expired, revoked, or carries an old fencing token
     ├── LedgerError (RuntimeError)             a ledger is missing, of another version, or torn for too long
     ├── TurnFailedError (RuntimeError)         a turn could not be finished; carries the hops that were tried
+    │   ├── VersionUnavailableError            no engine holds weights that the turn may run on; says whether to ask again
+    │   ├── StaleTrajectoryError               the trajectory's oldest token is too old for its bound; drop it
+    │   ├── GroupDroppedError                  turns of the group failed again and again; drop it
+    │   └── NoEngineError                      no engine could take a turn for too long
     ├── DeadlineExceededError (TimeoutError)   a wait ran over its ``timeout_s``
     ├── TrainerError (RuntimeError)            a trainer process failed
     ├── EnvironmentFailedError (RuntimeError)  an environment, or the process that runs it, failed
@@ -33,11 +38,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from rose.types import Hop
+    from rose.types import Hop, TurnResult
 
 
 class RoseError(Exception):
-    """Base class of every error that a run can meet; mistakes of the calling program are plain standard errors."""
+    """Base class of every error that a run can meet; mistakes of the calling program are plain standard errors.
+
+    Attributes:
+        partial: On an error that ended a turn: the tokens that the turn had by then, as an aborted result. ``None`` elsewhere.
+    """
+
+    partial: TurnResult | None = None
 
 
 class ConfigError(RoseError, ValueError):
@@ -66,6 +77,10 @@ class RequestRefusedError(EngineError, ValueError):
 
 class EngineFencedError(EngineError):
     """The engine's weights are not known to be any published version, so it must not serve rollouts."""
+
+
+class EngineUnsupportedError(EngineError, NotImplementedError):
+    """The engine cannot do what was asked, now or later; the message says what could."""
 
 
 class TransferError(RoseError, RuntimeError):
@@ -122,6 +137,28 @@ class TurnFailedError(RoseError, RuntimeError):
     def __str__(self) -> str:
         """Return the message without the hops."""
         return str(self.args[0])
+
+
+class VersionUnavailableError(TurnFailedError):
+    """No engine holds weights that the turn may run on.
+
+    Attributes:
+        is_retryable: Whether the version may still come; false once every engine is past it.
+    """
+
+    is_retryable: bool = False
+
+
+class StaleTrajectoryError(TurnFailedError):
+    """The pool's weights are further from the trajectory's oldest token than the turn allows; only dropping it helps."""
+
+
+class GroupDroppedError(TurnFailedError):
+    """Turns of the group were refused again and again, so this one was not tried; the message has the last refusal."""
+
+
+class NoEngineError(TurnFailedError):
+    """No engine could take turns for ``PoolConfig.no_engine_timeout_s``; the message names the engines and their states."""
 
 
 class DeadlineExceededError(RoseError, TimeoutError):

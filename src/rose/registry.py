@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
@@ -57,7 +58,34 @@ def load(role: Role, name: str) -> type:
         ConfigError: No installed distribution offers that name, two offer it, or what it names is not of the role.
         BackendUnavailableError: The backend is there, but a library that it needs is not; names the extra to install.
     """
-    entry_point = _find(role, name)
+    return _loaded(role, _find(role, name))
+
+
+def load_class(role: Role, path: str) -> type:
+    """Import and return the class of a backend that no distribution offers yet. For a path that the user gave, never another process.
+
+    Args:
+        role: As of ``load``.
+        path: ``module:Class``.
+
+    Raises:
+        ConfigError: There is no such module or class, or it is not of the role.
+        BackendUnavailableError: A library that it needs is not there.
+    """
+    entry_point = EntryPoint(name=path, value=path, group=f"rose.{role}")
+    try:
+        return _loaded(role, entry_point)
+    except BackendUnavailableError:
+        raise
+    except (ImportError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        message = f"cannot import {path!r} ({error}); give module:Class, with the module's folder on PYTHONPATH"
+        raise ConfigError(message) from error
+
+
+def _loaded(role: Role, entry_point: EntryPoint) -> type:
+    name = entry_point.name
     try:
         backend = entry_point.load()
     except BackendUnavailableError:
@@ -153,8 +181,35 @@ def read_token(path: str | Path) -> str:
     return token
 
 
+def read_or_make_token(path: str | Path) -> str:
+    """Return the token that a file holds; where there is no file, one is drawn and written, readable by its owner alone.
+
+    Raises:
+        ConfigError: It cannot be read or written, or holds none.
+    """
+    if Path(path).exists():
+        return read_token(path)
+    token = os.urandom(16).hex()
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            file.write(token)
+    except OSError as error:
+        message = f"cannot write the token to {path}: {error.strerror}; give a path that can be written"
+        raise ConfigError(message) from error
+    return token
+
+
 def _make(role: Role, name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    backend = load(role, name)
+    return construct(role, name, load(role, name), args, options)
+
+
+def construct(role: Role, name: str, backend: type, args: Sequence[Any], options: Mapping[str, Any]) -> Any:
+    """Make a backend of a class that was loaded under ``name``.
+
+    Raises:
+        ConfigError: It does not take these arguments; says which it takes.
+    """
     parameters = inspect.signature(backend)
     try:
         parameters.bind(*args, **options)

@@ -28,6 +28,32 @@ def _to_tuple(ids: Iterable[int]) -> tuple[int, ...]:
     return tuple(given) if isinstance(given, Iterable) and not isinstance(given, str | bytes) else given
 
 
+class UnseenIds:
+    """Token ids that another process holds: only their number is known here. They can be counted and added to, not read."""
+
+    __slots__ = ("_num_ids",)
+
+    def __init__(self, num_ids: int) -> None:
+        self._num_ids = num_ids
+
+    def __len__(self) -> int:
+        """Return how many there are."""
+        return self._num_ids
+
+    def __add__(self, more: tuple[int, ...]) -> UnseenIds:
+        """Return the ids with more behind them."""
+        return UnseenIds(self._num_ids + len(more))
+
+
+_check_some_ids = checks.token_ids(1)
+
+
+def _check_prompt(turn: object, attribute: attrs.Attribute[Any], value: Any) -> None:
+    """Check for token ids, or for the number of those that are elsewhere."""
+    if type(value) is not UnseenIds or not len(value):
+        _check_some_ids(turn, attribute, value)
+
+
 @functools.total_ordering
 @attrs.frozen
 class WeightVersion:
@@ -104,15 +130,26 @@ class Sampling:
 
 @attrs.frozen(kw_only=True)
 class Turn:
-    """One turn of one trajectory: the exact token ids so far in, new token ids out."""
+    """One turn of one trajectory: the exact token ids so far in, new token ids out.
+
+    Attributes:
+        versions: Which weights may make its tokens.
+        waits_for_version: Wait until an engine holds such weights; otherwise the turn is refused at once
+            (``VersionUnavailableError``), to be asked again.
+        max_staleness: How many versions the pool may be ahead of the trajectory's oldest token for this turn to begin
+            (``StaleTrajectoryError`` beyond); ``None``: any number.
+        deadline_s: Seconds until the turn is given up; ``None``: never.
+    """
 
     trajectory_id: str = attrs.field(validator=checks.text())
     group_id: str = attrs.field(validator=checks.text())
-    prompt_ids: tuple[int, ...] = attrs.field(converter=_to_tuple, validator=checks.token_ids(1))
+    prompt_ids: tuple[int, ...] = attrs.field(converter=_to_tuple, validator=_check_prompt)
     sampling: Sampling = attrs.field(validator=checks.instance(Sampling))
     versions: VersionConstraint = attrs.field(
         factory=AnyVersion, validator=checks.instance(AnyVersion, AtLeast, Exactly)
     )
+    waits_for_version: bool = attrs.field(default=True, validator=checks.boolean())
+    max_staleness: int | None = attrs.field(default=None, validator=checks.optional(checks.integer(0)))
     deadline_s: float | None = attrs.field(default=None, validator=checks.optional(checks.number(above=0)))
 
 
@@ -139,7 +176,7 @@ class EngineRequest:
     """What one engine is asked for. ``request_id`` is fresh for every attempt, never a trajectory's id."""
 
     request_id: RequestId = attrs.field(validator=checks.text())
-    prompt_ids: tuple[int, ...] = attrs.field(converter=_to_tuple, validator=checks.token_ids(1))
+    prompt_ids: tuple[int, ...] = attrs.field(converter=_to_tuple, validator=_check_prompt)
     sampling: Sampling = attrs.field(validator=checks.instance(Sampling))
     priority: int = attrs.field(default=0, validator=checks.integer())
 
@@ -163,6 +200,8 @@ class RouteReason(enum.Enum):
     AFFINITY = "affinity"
     DEDICATED = "dedicated"
     BORROWED = "borrowed"
+    MIGRATED = "migrated"
+    REBALANCED = "rebalanced"
     REROUTED_EVICTED = "rerouted_evicted"
     REROUTED_STALLED = "rerouted_stalled"
     REROUTED_LOST = "rerouted_lost"
@@ -195,7 +234,10 @@ class Hop:
 
 @attrs.frozen(kw_only=True)
 class TurnResult:
-    """A finished turn. ``token_ids`` never exceed the turn's ``max_tokens``, whatever the number of hops."""
+    """A finished turn. ``token_ids`` never exceed the turn's ``max_tokens``, whatever the number of hops.
+
+    A prompt that leaves no room in the context of any engine gives a result of length 0 without hops, ended as ``LENGTH``.
+    """
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -213,7 +255,10 @@ class EngineKind(enum.Enum):
 
 @attrs.frozen(kw_only=True)
 class EngineSnapshot:
-    """One reading of an engine's load. ``read_at_s`` is on the reader's clock; token counts are engine tokens."""
+    """One reading of an engine's load. ``read_at_s`` is on the reader's clock; token counts are engine tokens.
+
+    ``max_context_tokens`` is the longest prompt and answer together that its model takes, ``None`` when it does not say.
+    """
 
     num_running: int
     num_waiting: int
@@ -222,6 +267,7 @@ class EngineSnapshot:
     weight_version: WeightVersion | None
     is_paused: bool
     read_at_s: float
+    max_context_tokens: int | None = None
 
 
 @attrs.frozen(kw_only=True)
@@ -230,6 +276,17 @@ class TransportAddress:
 
     name: str
     options: tuple[tuple[str, str | int | float | bool], ...] = ()
+
+
+@attrs.frozen(kw_only=True)
+class EngineAddress:
+    """How another process reaches the same engine: a registered name, and the plain-data options of a client of it.
+
+    The options may hold what the engine asks of its callers (a bearer token, a lease's fencing token), so they are not shown.
+    """
+
+    name: str
+    options: tuple[tuple[str, str | int | float | bool], ...] = attrs.field(default=(), repr=False)
 
 
 @attrs.frozen(kw_only=True)

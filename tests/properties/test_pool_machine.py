@@ -1,11 +1,21 @@
-"""The pool's sync core against a model of its shell: any order of events keeps its invariants."""
+"""The pool's sync core against a model of its shell, its engines and a slow trainer: any order of events keeps its invariants.
+
+Time is virtual. Engines join, leave, die, stall, evict, are lent until their lease ends and activate new versions; callers cancel and abort;
+a trainer that takes samples slowly holds new turns back. The normal run plays 100 histories of up to 80 events; for thousands, set
+``ROSE_HISTORIES``:
+
+    ROSE_HISTORIES=5000 pytest tests/properties/test_pool_machine.py
+"""
 
 from __future__ import annotations
+
+import math
+import os
 
 import attrs
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, multiple, rule
 
 from rose.errors import (
     EngineBusyError,
@@ -14,10 +24,12 @@ from rose.errors import (
     EngineLostError,
     RequestRefusedError,
 )
-from rose.policies.routing import Assign, EngineState, RoutingConfig
-from rose.policies.staleness import is_admissible
+from rose.policies.concurrency import ConcurrencyConfig
+from rose.policies.routing import Assign, EngineState, EngineView, RoutingConfig
+from rose.policies.staleness import is_admissible, staleness
 from rose.pool.actions import SettleTurn, StartAttempt, StopAttempt
 from rose.pool.config import PoolConfig, ResumePolicy
+from rose.pool.samples import SampleQueue
 from rose.pool.state import PoolState
 from rose.types import (
     Activation,
@@ -35,7 +47,9 @@ from rose.types import (
     WeightVersion,
 )
 
-CAP = 2
+CAP = 3
+NUM_HISTORIES = int(os.environ.get("ROSE_HISTORIES", "100"))
+MAX_SAMPLES = 4
 ERRORS = [EngineBusyError, RequestRefusedError, EngineLostError, EngineFencedError, EngineError, OSError]
 CONSTRAINTS = st.one_of(
     st.just(AnyVersion()), st.builds(AtLeast, st.integers(0, 3)), st.builds(Exactly, st.integers(0, 3))
@@ -60,6 +74,11 @@ class Flight:
     is_released: bool = False
 
 
+def timeless(view: EngineView) -> EngineView:
+    """Return a view without what time and other engines' turns change: its pace, and who is expected back."""
+    return attrs.evolve(view, pace_s=None, slope_s=0.0, prefill_s=0.0, num_seats=0, is_slow=False)
+
+
 class PoolMachine(RuleBasedStateMachine):
     members = Bundle("members")
 
@@ -71,6 +90,10 @@ class PoolMachine(RuleBasedStateMachine):
             max_hops=4,
             max_busy=3,
             resume_after_abort=ResumePolicy.SAME_VERSION,
+            concurrency=ConcurrencyConfig(cut_fraction=0.5, settle_s=0.1, forget_s=20.0),
+            starve_s=1.0,
+            no_engine_timeout_s=5.0,
+            group_drop_s=5.0,
         )
         self.state = PoolState(self.config, name="p", seed=0)
         self.flights: list[Flight] = []
@@ -78,6 +101,9 @@ class PoolMachine(RuleBasedStateMachine):
         self.request_ids: set[str] = set()
         self.num_joined = 0
         self.newest = 0
+        self.is_eager = True
+        self.samples: SampleQueue[int] = SampleQueue(MAX_SAMPLES, 1)
+        self.unread: list = []
 
     # The shell.
 
@@ -87,7 +113,9 @@ class PoolMachine(RuleBasedStateMachine):
             match action:
                 case StartAttempt(attempt):
                     self.check_start(attempt)
-                    self.flights.append(Flight(attempt))
+                    self.flights.append(Flight(attempt, has_begun=self.is_eager))
+                    if self.is_eager:
+                        self.state.started(attempt)
                 case StopAttempt(attempt):
                     flight = next(flight for flight in self.flights if flight.attempt is attempt)
                     assert not flight.has_ended, "an attempt that ended by itself is not aborted"
@@ -98,15 +126,29 @@ class PoolMachine(RuleBasedStateMachine):
                     assert record.number not in self.outcomes, "one outcome a turn"
                     assert record.number not in self.cancelled, "no outcome for a cancelled turn"
                     self.outcomes[record.number] = outcome
+                    if isinstance(outcome, TurnResult):
+                        self.unread.append(record)
+        self.hand_over()
+
+    def hand_over(self):
+        """What producers do: each finished turn goes to the trainer as soon as there is room."""
+        while self.unread and self.samples.has_room:
+            record = self.unread.pop(0)
+            self.samples.put(record.number, record.oldest_so_far)
 
     def check_start(self, attempt):
         record, request = attempt.record, attempt.request
         assert request.request_id not in self.request_ids
         self.request_ids.add(request.request_id)
         assert request.prompt_ids == (*record.turn.prompt_ids, *record.token_ids)
-        assert request.sampling.max_tokens == record.turn.sampling.max_tokens - len(record.token_ids) >= 1
+        left = record.turn.sampling.max_tokens - len(record.token_ids)
+        context = record.max_context_tokens
+        room = math.inf if context is None else context - len(request.prompt_ids)
+        assert request.sampling.max_tokens == min(left, room) >= 1
         assert attempt.member.state is EngineState.READY
         assert is_admissible(record.turn.versions, attempt.member.version, self.state.engines.index.run)
+        bound = record.turn.max_staleness
+        assert bound is None or staleness(record.oldest_so_far, self.state.engines.version) <= bound
 
     def pick(self, index, condition):
         found = [flight for flight in self.flights if condition(flight)]
@@ -114,19 +156,47 @@ class PoolMachine(RuleBasedStateMachine):
 
     # Engines.
 
-    @rule(target=members, kind=st.sampled_from(EngineKind), version=st.sampled_from([None, 0, 1, 2, 3]))
-    def join(self, kind, version):
+    @initialize(
+        target=members,
+        kinds=st.lists(st.sampled_from(EngineKind), min_size=1, max_size=3),
+        is_eager=st.sampled_from([True, True, True, False]),
+    )
+    def begin_with_engines(self, kinds, is_eager):
+        """Most histories begin with engines that hold version 0 and shells that send requests at once."""
+        self.is_eager = is_eager
+        self.submit(name=0, max_tokens=6, versions=AnyVersion())
+        self.submit(name=1, max_tokens=6, versions=AnyVersion())
+        return multiple(*(self.join(kind=kind, version=0, context=None) for kind in kinds))
+
+    @rule(
+        target=members,
+        kind=st.sampled_from(EngineKind),
+        version=st.sampled_from([None, 0, 1, 2, 3]),
+        context=st.sampled_from([None, None, 6, 64]),
+    )
+    def join(self, kind, version, context):
         self.num_joined += 1
         member = self.state.lifecycle.join(Stub(EngineId(f"e{self.num_joined}")), kind, None, self.now_s)
         version = None if version is None else WeightVersion("r", min(version, self.newest))
-        self.state.lifecycle.joined(member, reading(version, 60), self.now_s)
+        self.state.lifecycle.joined(member, reading(version, 60, at_s=self.now_s, context=context), self.now_s)
         self.apply()
         return member
 
-    @rule(member=members, tokens=st.sampled_from([0, 12, 60]))
-    def read(self, member, tokens):
-        self.state.lifecycle.note_reading(member, reading(member.version, tokens))
+    @rule(member=members, tokens=st.sampled_from([0, 12, 60]), used=st.sampled_from([0.0, 0.5, 1.0]))
+    def read(self, member, tokens, used):
+        context = member.reading.max_context_tokens
+        taken = reading(member.version, tokens, at_s=self.now_s, context=context, used=int(used * tokens))
+        self.state.lifecycle.note_reading(member, taken, self.now_s)
         self.apply()
+
+    @rule(member=members)
+    def end_lease(self, member):
+        """What a borrower does: no more turns, then away with those that are left."""
+        if member.kind is EngineKind.BORROWED and self.state.engines.members.get(member.engine_id) is member:
+            self.state.lifecycle.drain(member, "its lease ends", self.now_s)
+            self.apply()
+            self.state.lifecycle.remove(member, "its lease is over", self.now_s)
+            self.apply()
 
     @rule(member=members)
     def remove(self, member):
@@ -149,6 +219,12 @@ class PoolMachine(RuleBasedStateMachine):
         self.state.lifecycle.begin_update(member, WeightVersion("r", self.newest), self.now_s)
         self.apply()
 
+    @rule(member=members)
+    def sync(self, member):
+        """An engine takes the newest version in one go."""
+        self.begin_update(member)
+        self.end_update(member, works=True)
+
     @rule(member=members, works=st.booleans())
     def end_update(self, member, works):
         if member.state is not EngineState.UPDATING:
@@ -163,6 +239,17 @@ class PoolMachine(RuleBasedStateMachine):
     def publish(self):
         if not any(member.state is EngineState.UPDATING for member in self.state.engines.members.values()):
             self.newest += 1
+            self.samples.note_version(WeightVersion("r", self.newest))
+            self.hand_over()
+
+    @rule()
+    def train(self):
+        """The trainer takes one sample, if there is one."""
+        if len(self.samples):
+            number = self.samples.take()
+            record = next(record for record in self.records if record.number == number)
+            assert staleness(record.oldest_so_far, self.samples.latest) <= 1
+            self.hand_over()
 
     # Turns.
 
@@ -170,19 +257,32 @@ class PoolMachine(RuleBasedStateMachine):
         name=st.integers(0, 5),
         max_tokens=st.integers(1, 6),
         versions=CONSTRAINTS,
+        num_prompt=st.sampled_from([4, 4, 4, 30]),
         deadline_s=st.sampled_from([None, None, 1.0, 10.0]),
+        waits=st.sampled_from([True, True, False]),
+        max_staleness=st.sampled_from([None, None, 0, 1]),
     )
-    def submit(self, name, max_tokens, versions, deadline_s):
+    def submit(self, name, max_tokens, versions, *, num_prompt=4, deadline_s=None, waits=True, max_staleness=None):
+        if len(self.unread) >= MAX_SAMPLES:
+            return  # the producers wait for the trainer
         turn = Turn(
             trajectory_id=f"t{name}",
             group_id=f"g{name % 2}",
-            prompt_ids=(1,) * 4,
+            prompt_ids=(1,) * num_prompt,
             sampling=Sampling(max_tokens=max_tokens, stop_token_ids=(9,)),
             versions=versions,
             deadline_s=deadline_s,
+            waits_for_version=waits,
+            max_staleness=max_staleness,
         )
         self.records.append(self.state.submit(turn, None, self.now_s))
         self.apply()
+
+    @rule(names=st.lists(st.integers(0, 5), min_size=2, max_size=5), num_prompt=st.sampled_from([4, 4, 40]))
+    def submit_some(self, names, num_prompt):
+        """Turns that any engine may take, so that most of a history is not about turns that wait for good."""
+        for name in names:
+            self.submit(name=name, max_tokens=6, versions=AnyVersion(), num_prompt=num_prompt, max_staleness=1)
 
     @rule(index=st.integers(0, 99))
     def cancel(self, index):
@@ -193,6 +293,14 @@ class PoolMachine(RuleBasedStateMachine):
             self.state.cancel(record, self.now_s)
             self.apply()
 
+    @rule(name=st.integers(0, 5))
+    def abort_trajectory(self, name):
+        live = [record for record in self.state.live.values() if record.turn.trajectory_id == f"t{name}"]
+        assert self.state.abort_trajectory(f"t{name}", self.now_s) == len(live)
+        self.apply()
+        for record in live:
+            assert self.outcomes[record.number].finish_reason is FinishReason.ABORTED
+
     # Streams.
 
     @rule(index=st.integers(0, 99))
@@ -201,6 +309,22 @@ class PoolMachine(RuleBasedStateMachine):
         if flight:
             flight.has_begun = True
             self.state.started(flight.attempt)
+
+    @rule(
+        index=st.integers(0, 99), num_tokens=st.integers(1, 2), finish=st.sampled_from([None, None, FinishReason.STOP])
+    )
+    def make_tokens(self, index, num_tokens, finish):
+        """What engines do most of the time."""
+        self.chunk(index, [1] * num_tokens, finish, has_label=True, has_logprobs=True)
+
+    @rule(indices=st.lists(st.integers(0, 99), min_size=1, max_size=4))
+    def finish_some(self, indices):
+        for index in indices:
+            self.chunk(index, [1], FinishReason.STOP, has_label=True, has_logprobs=True)
+
+    @rule(index=st.integers(0, 99))
+    def evict(self, index):
+        self.chunk(index, [], FinishReason.EVICTED, has_label=False, has_logprobs=True)
 
     @rule(
         index=st.integers(0, 99),
@@ -258,7 +382,14 @@ class PoolMachine(RuleBasedStateMachine):
         waiting = {record.number for record in self.state._waiting}
         running = {flight.attempt.record.number for flight in self.flights if flight.attempt.is_open}
         assert not waiting & running
-        assert waiting | running == set(self.state.live)
+        resting = set(self.state.live) - waiting - running
+        assert waiting | running <= set(self.state.live)
+        due_s = self.state.next_due_s()
+        for number in resting:
+            record = self.state.live[number]
+            assert record.num_fruitless_in_a_row >= 2
+            assert due_s is not None
+            assert due_s <= record.queued_s + 60.0 or record.attempt is None
         assert {record.number for record in self.records} == set(self.state.live) | set(self.outcomes) | self.cancelled
         assert len(self.records) == len(self.state.live) + len(self.outcomes) + len(self.cancelled)
 
@@ -272,13 +403,31 @@ class PoolMachine(RuleBasedStateMachine):
             ]
             assert set(member.held) == {attempt.number for attempt in held}
             assert len(held) <= CAP
+            assert 1 <= member.slots.num_slots <= CAP
             assert member.kv_reserved_tokens == sum(attempt.max_kv_tokens for attempt in held)
-            assert member.view() in list(self.state.engines.index), "the index shows the member as it is"
+            shown = [timeless(view) for view in self.state.engines.index]
+            assert timeless(self.state.engines.view(member)) in shown, "the index shows the member as it is"
 
     @invariant()
     def no_turn_waits_that_could_run(self):
         for record in self.state._waiting:
             assert not isinstance(self.state.engines.index.choose(record.view()), Assign)
+
+    @invariant()
+    def one_engine_at_most_is_kept_free_and_for_a_waiting_turn(self):
+        kept = [member for member in self.state.engines.members.values() if member.is_kept_free]
+        starved = self.state._starvation.record
+        assert len(kept) <= 1
+        assert not kept or self.state._waiting.has(starved)
+
+    @invariant()
+    def no_sample_is_lost_on_the_way_to_the_trainer(self):
+        queue = self.samples
+        num_results = sum(isinstance(outcome, TurnResult) for outcome in self.outcomes.values())
+        assert num_results == queue.num_put + len(self.unread)
+        assert queue.num_put == queue.num_taken + queue.num_dropped + len(queue)
+        assert len(queue) <= MAX_SAMPLES
+        assert len(self.unread) <= MAX_SAMPLES + len(self.records)
 
     @invariant()
     def budgets_and_spans_hold(self):
@@ -304,27 +453,50 @@ class PoolMachine(RuleBasedStateMachine):
                 message = "an eviction is never a result"
                 raise AssertionError(message)
             assert (outcome is None) == (record.number in self.state.live or record.number in self.cancelled)
+            if isinstance(outcome, TurnResult):
+                assert outcome.token_ids == tuple(record.token_ids)
+                assert outcome.hops or outcome.finish_reason is not FinishReason.STOP
+            elif outcome is not None:
+                assert outcome.partial is not None
+                assert outcome.partial.token_ids == tuple(record.token_ids), "what was made is not lost"
+
+    def drain_time(self):
+        """Let everything that time can bring happen: a turn that is still live then waits for an engine that answers."""
+        for _ in range(1000):
+            due_s = self.state.next_due_s()
+            if due_s is None:
+                return
+            self.now_s = max(self.now_s, due_s)
+            self.state.tick(self.now_s)
+            self.apply()
 
     def teardown(self):
         self.state.close(self.now_s)
         self.apply()
         assert not self.state.live
+        assert not self.state._open
+        assert not len(self.state._waiting)
         for flight in self.flights:
             if flight.num_stops and not flight.is_released:
                 self.state.released(flight.attempt, self.now_s)
         assert all(not flight.attempt.is_open and not flight.attempt.member.held for flight in self.flights)
         assert all(flight.has_ended or flight.num_stops == 1 for flight in self.flights)
+        for member in self.state.engines.members.values():
+            assert (member.held, member.kv_reserved_tokens) == ({}, 0)
+        self.drain_time()
+        assert self.state.next_due_s() is None, "nothing is left to wait for"
 
 
-def reading(version, tokens):
+def reading(version, tokens, *, at_s=0.0, context=None, used=0):
     return EngineSnapshot(
         num_running=0,
         num_waiting=0,
-        kv_used_tokens=0,
+        kv_used_tokens=used,
         kv_total_tokens=tokens,
         weight_version=version,
         is_paused=False,
-        read_at_s=0.0,
+        read_at_s=at_s,
+        max_context_tokens=context,
     )
 
 
@@ -334,5 +506,5 @@ def activation(n):
 
 TestPoolMachine = PoolMachine.TestCase
 TestPoolMachine.settings = settings(
-    max_examples=100, stateful_step_count=50, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=NUM_HISTORIES, stateful_step_count=80, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )

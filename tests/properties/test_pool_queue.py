@@ -101,7 +101,7 @@ class Shell:
     def read(self, i, kv):
         if self.members:
             member = self.members[i % len(self.members)]
-            self.state.lifecycle.note_reading(member, reading(0, kv))
+            self.state.lifecycle.note_reading(member, reading(0, kv), self.now_s)
 
     def remove(self, i):
         members = list(self.state.engines.members.values())

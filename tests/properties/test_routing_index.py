@@ -16,6 +16,7 @@ from rose.policies.routing import (
     EngineView,
     RoutingConfig,
     RoutingIndex,
+    RoutingRule,
     TurnView,
     Wait,
     WaitReason,
@@ -23,13 +24,20 @@ from rose.policies.routing import (
 from rose.types import AnyVersion, AtLeast, EngineId, EngineKind, Exactly, HopEnd, RouteReason, WeightVersion
 
 CAP = 3
+CONFIGS = st.builds(
+    RoutingConfig,
+    cap_per_engine=st.just(CAP),
+    rule=st.sampled_from([RoutingRule.VALUE, RoutingRule.VALUE, RoutingRule.PAPER]),
+    load_margin=st.sampled_from([1, 2]),
+)
 MOVED_REASON = {ended: RouteReason(f"rerouted_{ended.value}") for ended in HopEnd if ended is not HopEnd.FINISHED}
 
 
 class Scan:
     """The rule as it is stated in ``rose.policies.routing``: every engine is tested and ranked for every turn."""
 
-    def __init__(self):
+    def __init__(self, config):
+        self.config = config
         self.run = None
         self.views: dict[EngineId, EngineView] = {}
 
@@ -43,7 +51,8 @@ class Scan:
         return any(view.state is EngineState.READY and self.has_slot(view) for view in self.views.values())
 
     def is_out_of_reach(self, versions):
-        held = [view.version for view in self.views.values() if view.state is not EngineState.LOST]
+        gone = {EngineState.DRAINING, EngineState.FENCED, EngineState.LOST}
+        held = [view.version for view in self.views.values() if view.state not in gone]
         return staleness.is_out_of_reach(versions, held, self.run)
 
     def choose(self, turn):
@@ -52,7 +61,44 @@ class Scan:
         if not takers:
             return Wait(max(obstacles.values(), default=WaitReason.NO_READY_ENGINE))
         best = min(takers, key=lambda view: self.rank(view, turn))
+        if best.engine_id == turn.affinity and best.engine_id not in turn.avoid and turn.moved_by is None:
+            better = self.better(best, takers, turn)
+            if better is not None:
+                return better
         return Assign(best.engine_id, self.reason(best, turn))
+
+    def better(self, here, takers, turn):
+        if self.config.rule is RoutingRule.PAPER:
+            return None
+        most_s, found = 0.0, None
+        for kind in EngineKind:
+            of_kind = [view for view in takers if view.kind is kind and view.engine_id not in turn.avoid]
+            there = min(of_kind, key=self.load, default=here)
+            if there is here or not self.has_seat(there):
+                continue
+            if here.pace_s is None:
+                if kind is here.kind and self.gap(here, there) > self.config.load_margin:
+                    return Assign(there.engine_id, RouteReason.REBALANCED)
+            elif there.pace_s is not None and (gain := self.gain_s(here, there, turn)) > most_s:
+                most_s, found = gain, Assign(there.engine_id, RouteReason.MIGRATED)
+        return found
+
+    def gap(self, here, there):
+        return here.num_in_flight + here.num_seats + 1 - there.num_in_flight - there.num_seats
+
+    def gain_s(self, here, there, turn):
+        left, prompt = turn.num_left_tokens, turn.num_prompt_tokens
+        ends_s = {
+            "stay": (here.pace_s + here.slope_s * prompt) * max(left, here.most_left_tokens)
+            + here.prefill_s * here.num_waiting_prompt_tokens,
+            "there without": there.pace_s * there.most_left_tokens,
+            "go": (there.pace_s + there.slope_s * prompt) * max(left, there.most_left_tokens)
+            + there.prefill_s * (there.num_waiting_prompt_tokens + prompt),
+            "here without": here.pace_s * here.most_left_tokens,
+        }
+        before_s = max(ends_s["stay"], ends_s["there without"])
+        gain = before_s - max(ends_s["go"], ends_s["here without"])
+        return gain if gain > self.config.hysteresis_fraction * before_s else 0.0
 
     def obstacle(self, view, turn):
         is_barred = turn.is_dedicated_only and view.kind is EngineKind.BORROWED
@@ -60,14 +106,27 @@ class Scan:
             return WaitReason.NO_READY_ENGINE
         if not staleness.is_admissible(turn.versions, view.version, self.run):
             return WaitReason.VERSION
+        if view.is_slow and view.kind is EngineKind.BORROWED and turn.affinity is None and self.has_dedicated_for(turn):
+            return WaitReason.NO_READY_ENGINE
         if not self.has_slot(view):
             return WaitReason.SLOTS if view.circuit is Circuit.CLOSED else WaitReason.CIRCUIT
         return None if self.has_kv_room(view, turn) else WaitReason.KV
 
+    def has_dedicated_for(self, turn):
+        return any(
+            view.kind is EngineKind.DEDICATED
+            and view.state is EngineState.READY
+            and staleness.is_admissible(turn.versions, view.version, self.run)
+            for view in self.views.values()
+        )
+
     def has_slot(self, view):
         if view.circuit is Circuit.OPEN or (view.circuit is Circuit.HALF_OPEN and view.num_probing > 0):
             return False
-        return view.num_in_flight < CAP
+        return view.num_in_flight < self.cap(view)
+
+    def cap(self, view):
+        return CAP if view.num_slots is None else min(CAP, view.num_slots)
 
     def has_kv_room(self, view, turn):
         if view.kv_total_tokens is None:
@@ -78,8 +137,16 @@ class Scan:
 
     def rank(self, view, turn):
         is_borrowed = view.kind is EngineKind.BORROWED
-        load = (view.num_in_flight, view.kv_used_fraction, view.engine_id)
-        return (view.engine_id in turn.avoid, view.engine_id != turn.affinity, is_borrowed, *load)
+        return (view.engine_id in turn.avoid, view.engine_id != turn.affinity, is_borrowed, *self.load(view))
+
+    def has_seat(self, view):
+        return view.num_in_flight + view.num_seats < self.cap(view)
+
+    def load(self, view):
+        is_by_value = self.config.rule is RoutingRule.VALUE and view.pace_s is not None
+        ends_s = view.pace_s * (view.most_left_tokens + 1) if is_by_value else 0.0
+        is_full = self.config.rule is RoutingRule.VALUE and not self.has_seat(view)
+        return (is_full, ends_s, view.num_in_flight, view.kv_used_fraction, view.engine_id)
 
     def reason(self, view, turn):
         if turn.moved_by is not None:
@@ -106,12 +173,21 @@ VIEWS = st.builds(
     kv_total_tokens=st.sampled_from([None, 0, 10, 20, 30]),
     kv_reserved_tokens=st.integers(0, 30),
     kv_used_fraction=st.sampled_from([0.0, 0.25, 0.5]),
+    pace_s=st.sampled_from([None, 0.5, 1.0, 2.0]),
+    slope_s=st.sampled_from([0.0, 0.01]),
+    prefill_s=st.sampled_from([0.0, 0.1]),
+    num_waiting_prompt_tokens=st.integers(0, 30),
+    most_left_tokens=st.sampled_from([0.0, 0.0, 5.0, 20.0]),
+    num_seats=st.sampled_from([0, 0, 1, 2]),
+    num_slots=st.sampled_from([None, None, 0, 1, 2]),
+    is_slow=st.booleans(),
 )
 TURNS = st.builds(
     TurnView,
     versions=CONSTRAINTS,
     num_prompt_tokens=st.integers(1, 30),
     num_new_tokens=st.integers(1, 15),
+    num_left_tokens=st.sampled_from([0.0, 5.0, 20.0, 100.0]),
     affinity=st.one_of(st.none(), ENGINE_IDS),
     avoid=st.frozensets(ENGINE_IDS, max_size=8),
     moved_by=st.sampled_from([None, *MOVED_REASON]),
@@ -124,8 +200,12 @@ CHANGES = st.one_of(VIEWS, VIEWS, VIEWS, ENGINE_IDS, st.sampled_from([None, "r",
 class Both:
     """The index and the scan, told the same."""
 
-    index: RoutingIndex = attrs.field(factory=lambda: RoutingIndex(RoutingConfig(cap_per_engine=CAP)))
-    scan: Scan = attrs.field(factory=Scan)
+    config: RoutingConfig
+    index: RoutingIndex = attrs.field(init=False)
+    scan: Scan = attrs.field(init=False)
+
+    def __attrs_post_init__(self):
+        self.index, self.scan = RoutingIndex(self.config), Scan(self.config)
 
     def change(self, change):
         match change:
@@ -144,16 +224,18 @@ class Both:
         assert self.index.has_open_engine() == self.scan.has_open_engine()
         assert self.index.is_out_of_reach(turn.versions) == self.scan.is_out_of_reach(turn.versions)
         assert list(self.index) == list(self.scan.views.values())
-        room, prompt_room = self.index.room(turn.versions, is_dedicated_only=turn.is_dedicated_only)
+        room, prompt_room = self.index.room(
+            turn.versions, is_dedicated_only=turn.is_dedicated_only, is_new=turn.affinity is None
+        )
         need = turn.num_prompt_tokens + turn.num_new_tokens
         assert isinstance(decision, Assign) == (need <= room or turn.num_prompt_tokens <= prompt_room)
 
 
-@given(st.lists(st.tuples(CHANGES, TURNS), min_size=30, max_size=100))
+@given(CONFIGS, st.lists(st.tuples(CHANGES, TURNS), min_size=30, max_size=100))
 @settings(max_examples=60, deadline=None)
-def test_the_index_decides_as_a_scan(history):
+def test_the_index_decides_as_a_scan(config, history):
     """Chunks of eight at most, so that they are cut and joined even with few engines."""
-    both = Both()
+    both = Both(config)
     with patch.object(ordered, "_MAX_CHUNK", 8):
         for change, turn in history:
             both.change(change)
@@ -161,15 +243,16 @@ def test_the_index_decides_as_a_scan(history):
 
 
 @given(
+    CONFIGS,
     st.lists(VIEWS, min_size=10, max_size=30, unique_by=lambda view: view.engine_id).map(
         lambda views: [attrs.evolve(view, state=EngineState.READY, version=WeightVersion("r", 1)) for view in views]
     ),
     st.lists(TURNS, min_size=40, max_size=40),
 )
 @settings(max_examples=40, deadline=None)
-def test_a_turn_after_the_other_goes_where_the_scan_sends_it(views, turns):
+def test_a_turn_after_the_other_goes_where_the_scan_sends_it(config, views, turns):
     """Like a pool: what a turn takes is put back into the index, until nothing fits."""
-    both = Both()
+    both = Both(config)
     both.change(("run", "r"))
     with patch.object(ordered, "_MAX_CHUNK", 8):
         for view in views:

@@ -149,3 +149,31 @@ def test_a_name_offered_twice_is_refused(distribution):
 def test_unknown_options_are_refused_with_what_it_takes(distribution):
     with pytest.raises(ConfigError, match=r"'colour'.*it takes \(\*, size: int = 1"):
         registry.transport("strange", colour=1)
+
+
+def test_a_class_that_is_not_installed_is_named_by_its_module(distribution):
+    assert registry.load_class("transports", "strange_store:Dict").__name__ == "Dict"
+
+
+@pytest.mark.parametrize(
+    ("path", "problem"),
+    [
+        ("strange_shop:Dict", "cannot import 'strange_shop:Dict'"),
+        ("strange_store:Nothing", "names nothing"),
+        ("strange_store:NotATransport", "is not a subclass of Transport"),
+        ("strange store", "names nothing"),
+    ],
+)
+def test_a_class_that_is_none_of_the_role(distribution, path, problem):
+    with pytest.raises(ConfigError, match=problem):
+        registry.load_class("transports", path)
+
+
+def test_a_class_may_lack_its_library(distribution):
+    with pytest.raises(BackendUnavailableError, match="a_library_that_is_not_here"):
+        registry.load_class("transports", "strange_store_cloud:Cloud")
+
+
+def test_names_of_other_processes_never_import_a_module(distribution):
+    with pytest.raises(ConfigError, match="no transport backend is called 'strange_store:Dict'"):
+        registry.open_transport({"name": "strange_store:Dict"})

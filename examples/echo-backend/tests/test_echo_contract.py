@@ -11,6 +11,7 @@ from rose.types import WeightUpdate, WeightVersion
 class TestEchoEngine(EngineContract):
     vocab_size = 256
     max_model_len = 512
+    is_continuable = False  # an echo of a longer prompt begins anew
 
     async def make_engine(self) -> ServingEngine:
         return rose.serving_engine("echo", vocab_size=self.vocab_size, max_model_len=self.max_model_len)

@@ -6,7 +6,7 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from rose.cli import bench_arguments as given
-from rose.cli import bench_coserve
+from rose.cli import bench_coserve, bench_scheduler
 from rose.cli.bench_tables import bench_tables
 from rose.errors import ConfigError
 
@@ -103,6 +103,7 @@ def add_command(commands: Any, *, epilog: str) -> None:
     output.add_argument("--json", action="store_true", help="print one JSON object, nothing else, on standard output")
     parser.set_defaults(run=run)
     bench_coserve.add_command(kinds, epilog=epilog)
+    bench_scheduler.add_command(kinds, epilog=epilog)
 
 
 def run(arguments: argparse.Namespace) -> int:

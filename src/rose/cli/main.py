@@ -13,7 +13,22 @@ from importlib.metadata import version
 from typing import NoReturn
 
 try:
-    from rose.cli import bench, demo, doctor, export, ledger, lend, relay, serve, shadow, simulate
+    from rose.cli import (
+        bench,
+        check,
+        demo,
+        doctor,
+        export,
+        ledger,
+        lend,
+        lineage,
+        pool,
+        relay,
+        run,
+        serve,
+        shadow,
+        simulate,
+    )
     from rose.errors import ConfigError, RoseError
 except KeyboardInterrupt:  # Ctrl-C while modules load
     sys.stderr.write("rose: interrupted\n")
@@ -55,6 +70,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"rose {version('rose-rl')}")
     commands = parser.add_subparsers(metavar="COMMAND", title="commands", dest="command")
     demo.add_command(commands, epilog=_EPILOG)
+    pool.add_command(commands, epilog=_EPILOG)
+    run.add_command(commands, epilog=_EPILOG)
     simulate.add_command(commands, epilog=_EPILOG)
     shadow.add_command(commands, epilog=_EPILOG)
     bench.add_command(commands, epilog=_EPILOG)
@@ -63,6 +80,8 @@ def build_parser() -> argparse.ArgumentParser:
     serve.add_command(commands, epilog=_EPILOG)
     export.add_command(commands, epilog=_EPILOG)
     ledger.add_command(commands, epilog=_EPILOG)
+    lineage.add_command(commands, epilog=_EPILOG)
+    check.add_command(commands, epilog=_EPILOG)
     doctor.add_command(commands)
     return parser
 

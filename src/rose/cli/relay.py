@@ -204,19 +204,7 @@ def _token(path: Path | None) -> str | None:
     """Return this relay's own token, from its file, which is made when missing; ``None`` for a new one without a file."""
     from rose import registry  # noqa: PLC0415 - loads numpy
 
-    if path is None:
-        return None
-    if path.exists():
-        return registry.read_token(path)
-    token = os.urandom(16).hex()
-    try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "w") as file:
-            file.write(token)
-    except OSError as error:
-        message = f"cannot write the token to {path}: {error.strerror}; give a path that can be written"
-        raise ConfigError(message) from error
-    return token
+    return None if path is None else registry.read_or_make_token(path)
 
 
 def _shown(options: tuple[tuple[str, Any], ...], token_file: Path | None) -> dict[str, Any]:

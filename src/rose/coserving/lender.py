@@ -154,6 +154,7 @@ class Lender:
         *,
         model: str | None = None,
         devices: Collection[DeviceId] | None = None,
+        but: Collection[DeviceId] = (),
         is_whole: bool = False,
     ) -> tuple[Lease, ...]:
         """Lend up to ``num_devices`` more devices to ``job``, those with the lowest recent KV use first.
@@ -166,13 +167,14 @@ class Lender:
             num_devices: How many more; 0 takes back what the job still wished for.
             model: What would run there.
             devices: Those that are of use to the job; ``None``: all.
+            but: Those that are of none.
             is_whole: All ``num_devices`` or none.
 
         Returns:
             The new leases, fewer than asked (down to none) when devices are busy, silent, or the quota is used up.
         """
         chosen = None if devices is None else frozenset(devices)
-        ask = Ask(job=job, num_devices=num_devices, model=model, devices=chosen, is_whole=is_whole)
+        ask = Ask(job=job, num_devices=num_devices, model=model, devices=chosen, but=frozenset(but), is_whole=is_whole)
         return self.grant_all([ask])
 
     def grant_all(self, asks: Sequence[Ask]) -> tuple[Lease, ...]:

@@ -12,7 +12,8 @@ from collections.abc import Iterable, Sequence
 import attrs
 
 from rose.policies.fair_shares import accrue
-from rose.policies.lending import Ask, DeviceUse, Lease, LendingConfig, plan_recalls, plan_shares
+from rose.policies.lending import Ask, DeviceUse, Lease, LendingConfig
+from rose.policies.recalls import plan_recalls, plan_shares
 from rose.types import DeviceId, JobId
 
 _MOST_HOLDS = 10

@@ -22,6 +22,7 @@ import attrs
 
 from rose.types import (
     Activation,
+    EngineAddress,
     EngineId,
     EngineRequest,
     EngineSnapshot,
@@ -85,6 +86,18 @@ class ServingEngine(ABC):
 
     async def close(self) -> None:
         """Free what the engine holds. Idempotent."""
+
+
+@runtime_checkable
+class SupportsStart(Protocol):
+    """The engine is made first and started later; until then it is lost. ``close`` ends it."""
+
+    async def start(self) -> None:
+        """Load the model; returns when the engine serves.
+
+        Raises:
+            EngineLostError: It did not start; the message says why.
+        """
 
 
 @runtime_checkable
@@ -161,6 +174,14 @@ class SupportsSleep(Protocol):
 
     async def wake(self) -> Woken:
         """Bring weights and KV memory back; returns when the engine serves. A no-op when awake."""
+
+
+@runtime_checkable
+class SupportsAddress(Protocol):
+    """Other processes can stream from the engine themselves, once a pool has sent them there."""
+
+    def address(self) -> EngineAddress:
+        """Return how, as of now: what it asks of its callers (a lease, a start of it) may change."""
 
 
 @runtime_checkable

@@ -19,10 +19,7 @@ import attrs
 from attrs import validators as v
 
 from rose import checks
-from rose.policies.fair_shares import fair_shares
 from rose.types import DeviceId, JobId, LeaseId
-
-_EPSILON = 1e-9
 
 
 @attrs.frozen(kw_only=True)
@@ -130,6 +127,7 @@ class Ask:
         num_devices: More than it holds, at most.
         model: What it would run; only devices whose rollout engine can serve it are lent. ``None``: whatever is there.
         devices: Those where it has an engine; ``None``: all.
+        but: Those that are of no use to it.
         is_whole: All of them or none, as for an engine that spans several devices.
     """
 
@@ -137,13 +135,13 @@ class Ask:
     num_devices: int
     model: str | None = None
     devices: frozenset[DeviceId] | None = None
+    but: frozenset[DeviceId] = frozenset()
     is_whole: bool = False
 
     def fits(self, use: DeviceUse) -> bool:
         """Tell whether a device is of use to this job."""
-        return (self.devices is None or use.device_id in self.devices) and (
-            self.model is None or use.models is None or self.model in use.models
-        )
+        is_useful = (self.devices is None or use.device_id in self.devices) and use.device_id not in self.but
+        return is_useful and (self.model is None or use.models is None or self.model in use.models)
 
 
 @attrs.frozen(kw_only=True)
@@ -212,7 +210,7 @@ def _fill(
 ) -> list[tuple[int, DeviceUse]]:
     """Give out free devices, each time to the poorest ask that can use one; returns (number of the ask, device)."""
     held = Counter(held_before)
-    extra = {job: int(_is_behind(config, deficit_s)) for job, deficit_s in deficits.items()}
+    extra = {job: int(is_behind(config, deficit_s)) for job, deficit_s in deficits.items()}
     by_tenant: Counter[str] = Counter()
     for job in {*held, *extra}:
         by_tenant[config.tenant_of(job)] += held[job] - extra.get(job, 0)
@@ -249,7 +247,7 @@ def _fill(
     return chosen
 
 
-def _is_behind(config: LendingConfig, deficit_s: float) -> bool:
+def is_behind(config: LendingConfig, deficit_s: float) -> bool:
     """Tell whether a job is behind its share by so much that others make up for it."""
     return 0 < config.min_hold_s <= deficit_s
 
@@ -277,88 +275,3 @@ def _lease(config: LendingConfig, use: DeviceUse, ask: Ask, now_s: float) -> Lea
 def plan_expiry(devices: Sequence[DeviceUse], now_s: float) -> tuple[Lease, ...]:
     """Return the leases whose time is over."""
     return tuple(use.lease for use in devices if use.lease is not None and now_s >= use.lease.expires_s)
-
-
-def plan_shares(config: LendingConfig, devices: Sequence[DeviceUse], wishes: Sequence[Ask]) -> dict[JobId, float]:
-    """Return the fair share of each job that holds or wants devices, in devices."""
-    free = lendable(config, devices)
-    lent = [(use.lease.job, use) for use in devices if use.lease is not None]
-    demands = Counter(job for job, _ in lent)
-    for wish in wishes:
-        others = [use for job, use in lent if job != wish.job]
-        num_fit = sum(wish.fits(use) for use in (*free, *others))
-        demands[wish.job] += min(wish.num_devices, num_fit)
-    wanted = {job: min(demand, config.quota_of(job)) for job, demand in demands.items()}
-    tenants = {job: config.tenant_of(job) for job in wanted}
-    return fair_shares(
-        wanted,
-        {job: config.terms_of(job).weight for job in wanted},
-        tenants,
-        {tenant: config.tenant_weight(tenant) for tenant in tenants.values()},
-        len(lent) + len(free),
-    )
-
-
-def plan_recalls(
-    config: LendingConfig,
-    devices: Sequence[DeviceUse],
-    wishes: Sequence[Ask],
-    shares: Mapping[JobId, float],
-    deficits: Mapping[JobId, float],
-    now_s: float,
-) -> tuple[Lease, ...]:
-    """Return the leases to ask back, so that who waits gets nearer to its share.
-
-    Taken from the job that is furthest above its share, the lease that it got last; what is free or comes back anyway counts first.
-    """
-    coming = [use for use in devices if use.lease is not None and use.lease.is_revoking] + lendable(config, devices)
-    kept = [use for use in devices if use.lease is not None and not use.lease.is_revoking]
-    held = Counter(use.lease.job for use in kept if use.lease is not None)
-    recalled: list[Lease] = []
-    for wish in sorted(wishes, key=lambda wish: (-deficits.get(wish.job, 0.0), wish.job)):
-        lacking = shares.get(wish.job, 0.0) - held[wish.job]
-        needed = math.floor(lacking + _EPSILON)
-        if _is_behind(config, deficits.get(wish.job, 0.0)):
-            needed = math.ceil(lacking - _EPSILON) if abs(lacking) > _EPSILON else 1
-        for _ in range(min(wish.num_devices, needed)):
-            use = next((use for use in coming if wish.fits(use)), None)
-            if use is not None:
-                coming.remove(use)
-                held[wish.job] += 1
-                continue
-            is_extra = lacking <= _EPSILON
-            ahead = [
-                use
-                for use in kept
-                if use.lease is not None
-                and wish.fits(use)
-                and now_s - use.lease.granted_s >= config.min_hold_s
-                and _may_give(use.lease.job, wish.job, deficits, is_extra=is_extra)
-            ]
-            found = _most_above(ahead, held, shares, _EPSILON - is_extra)
-            if found is None or found.lease is None:
-                break
-            kept.remove(found)
-            held[found.lease.job] -= 1
-            held[wish.job] += 1
-            recalled.append(found.lease)
-    return tuple(recalled)
-
-
-def _may_give(job: JobId, other: JobId, deficits: Mapping[JobId, float], *, is_extra: bool) -> bool:
-    """Tell whether a job may give a device to another: it is not behind itself and, below its share, it is ahead."""
-    deficit_s = deficits.get(job, 0.0)
-    return job != other and (deficit_s < 0 if is_extra else deficit_s <= 0)
-
-
-def _most_above(
-    uses: Sequence[DeviceUse], held: Mapping[JobId, int], shares: Mapping[JobId, float], least: float
-) -> DeviceUse | None:
-    """Return a device of the job that is furthest above its share, by more than ``least``: the one that it got last."""
-
-    def order(use: DeviceUse) -> tuple[float, float, str]:
-        job, granted_s = ("", 0.0) if use.lease is None else (use.lease.job, use.lease.granted_s)
-        return held.get(JobId(job), 0) - shares.get(JobId(job), 0.0), granted_s, use.device_id
-
-    above = [use for use in uses if order(use)[0] > least]
-    return max(above, key=order, default=None)

@@ -1,10 +1,16 @@
 """Which engine takes the next turn. Pure: frozen views in, a typed decision out.
 
 An engine is admissible for a turn when it is ready, holds an admissible version, its circuit lets a request through, it
-has an open slot under the cap and KV room for the prompt and every token that the turn may still make. Among the
-admissible ones the order is: engines that did not just evict or stall this turn; the engine of the trajectory's last
-turn; dedicated before borrowed; fewest turns in flight; lowest KV use; id. An engine that is avoided is taken when it
-is the only one, so that no turn is stranded.
+has an open slot under the cap and KV room for the prompt and every token that the turn may still make; for a trajectory that
+begins, also when it is not slow, unless no dedicated engine is there for it. Engines that just evicted or stalled this turn are
+avoided: one is taken when it is the only one, so that no turn is stranded. Among the others:
+
+* A later turn goes to the engine of the turn before, unless ``rose.policies.migration`` finds the first dedicated or the first borrowed
+  engine clearly better and that one has a slot that none of its trajectories will soon be back for.
+* Any other turn goes to the first dedicated engine, or else the first borrowed one. The first has such a slot, then it is the one whose trajectories are
+  expected to end soonest (of idle ones, the fastest), then the one with the fewest turns in flight, the lowest KV use, the lowest id.
+
+By the ``paper`` rule engines are not left for others, and the first has the fewest turns in flight.
 
 A decision looks at a few engines, however many there are: the ready ones with an open slot are kept in that order, by kind
 and version, with bounds of their KV room.
@@ -12,109 +18,42 @@ and version, with bounds of their KV room.
 
 from __future__ import annotations
 
-import enum
 import math
 from collections import Counter
 from collections.abc import Iterator
 from collections.abc import Set as AbstractSet
+from typing import NamedTuple
 
 import attrs
 
-from rose import checks
+from rose.policies.migration import gain_s, is_crowded
 from rose.policies.ordered import OrderedRoom, Sizes
+from rose.policies.route_views import (
+    Assign,
+    Circuit,
+    EngineState,
+    EngineView,
+    RoutingConfig,
+    RoutingRule,
+    TurnView,
+    Wait,
+    WaitReason,
+)
 from rose.policies.staleness import is_admissible, is_out_of_reach
 from rose.types import EngineId, EngineKind, HopEnd, RouteReason, VersionConstraint, WeightVersion
 
-
-class EngineState(enum.Enum):
-    """Where an engine stands in the pool. Only a ready one is given turns."""
-
-    JOINING = "joining"
-    STALE = "stale"
-    READY = "ready"
-    UPDATING = "updating"
-    DRAINING = "draining"
-    FENCED = "fenced"
-    LOST = "lost"
-
-
-class Circuit(enum.Enum):
-    """Whether an engine that failed requests may be tried: yes, not now, or with one request to see."""
-
-    CLOSED = "closed"
-    OPEN = "open"
-    HALF_OPEN = "half_open"
-
-
-class WaitReason(enum.IntEnum):
-    """Why a turn waits: the last test that the engine which came furthest did not pass. Closed list, in test order."""
-
-    NO_READY_ENGINE = 0
-    VERSION = 1
-    CIRCUIT = 2
-    SLOTS = 3
-    KV = 4
-
-
-@attrs.frozen(kw_only=True)
-class RoutingConfig:
-    """Limits of the routing policy. ``cap_per_engine`` bounds the turns in flight on one engine (paper: 16)."""
-
-    cap_per_engine: int = attrs.field(default=16, validator=checks.integer(1))
-
-
-@attrs.frozen(kw_only=True)
-class EngineView:
-    """What the policy sees of one engine.
-
-    ``num_in_flight`` counts requests that are being stopped as well; ``num_probing`` those that made no token yet;
-    ``kv_total_tokens`` is ``None`` until the engine was read; ``kv_reserved_tokens`` is what the turns in flight may
-    grow to; ``kv_used_fraction`` is the last reading and only breaks ties.
-    """
-
-    engine_id: EngineId
-    kind: EngineKind
-    state: EngineState
-    version: WeightVersion | None = None
-    circuit: Circuit = Circuit.CLOSED
-    num_in_flight: int = 0
-    num_probing: int = 0
-    kv_total_tokens: int | None = None
-    kv_reserved_tokens: int = 0
-    kv_used_fraction: float = 0.0
-
-
-@attrs.frozen(kw_only=True)
-class TurnView:
-    """What the policy sees of one turn.
-
-    ``num_prompt_tokens`` includes the tokens of earlier attempts. A turn ``is_dedicated_only`` once a borrowed engine, which
-    may be smaller than the job's own, refused it.
-    """
-
-    versions: VersionConstraint
-    num_prompt_tokens: int
-    num_new_tokens: int
-    affinity: EngineId | None = None
-    avoid: AbstractSet[EngineId] = frozenset()
-    moved_by: HopEnd | None = None
-    is_dedicated_only: bool = False
-
-
-@attrs.frozen
-class Assign:
-    """Send the turn to ``engine_id``."""
-
-    engine_id: EngineId
-    reason: RouteReason
-
-
-@attrs.frozen
-class Wait:
-    """Keep the turn in the queue."""
-
-    reason: WaitReason
-
+__all__ = [
+    "Assign",
+    "Circuit",
+    "EngineState",
+    "EngineView",
+    "RoutingConfig",
+    "RoutingIndex",
+    "RoutingRule",
+    "TurnView",
+    "Wait",
+    "WaitReason",
+]
 
 _MOVED_REASON = {
     HopEnd.EVICTED: RouteReason.REROUTED_EVICTED,
@@ -126,17 +65,22 @@ _MOVED_REASON = {
 }
 
 
-_KINDS = (EngineKind.DEDICATED, EngineKind.BORROWED)  # in the order in which they are preferred
+_OUT = frozenset({EngineState.DRAINING, EngineState.FENCED, EngineState.LOST})
+"""States from which no engine comes back to the version that it had."""
+
 _ANY_SIZE: Sizes = (math.inf, math.inf)
 
-Place = tuple[int, float, EngineId]
-"""An open engine's place among those of its kind: turns in flight, KV use, id."""
+Place = tuple[bool, float, int, float, EngineId]
+"""An open engine's place among those of its kind: no slot that is not expected to be asked for, seconds until its trajectories would have made one token more than they are expected
+to, turns in flight, KV use, id."""
 
 
 @attrs.define(eq=False)
 class _Group:
     """The ready engines of one kind at one weight version: those with an open slot, and why the others have none."""
 
+    siblings: dict[WeightVersion | None, _Group]
+    version: WeightVersion | None
     open: OrderedRoom[Place] = attrs.field(factory=OrderedRoom)
     num_full: int = 0
     num_shut: int = 0
@@ -146,14 +90,25 @@ class _Group:
 
     def first(self, asked: Sizes, avoid: AbstractSet[EngineId]) -> Place | None:
         """Return the first engine with room that is not avoided."""
-        return next((place for place in self.open.fitting(asked) if place[2] not in avoid), None)
+        for place in self.open.fitting(asked):
+            if place[-1] not in avoid:
+                return place
+        return None
+
+
+class _Home(NamedTuple):
+    """Where an engine was put: its place among the open ones, or none, and its circuit then."""
+
+    group: _Group
+    place: Place | None
+    circuit: Circuit
 
 
 class RoutingIndex:
     """The engines as the policy knows them, kept up to date view by view.
 
-    Invariants: each ready engine is counted in one group; the open engines of all groups are ``_num_open``; ``_versions``
-    counts the engines that are not lost.
+    Invariants: each ready engine has a home and is counted in its group, which is not empty; the open engines of all groups are ``_num_open``; ``_versions``
+    counts the engines that may yet take turns at the version they have.
 
     Attributes:
         run: The training run that version constraints refer to, or ``None``.
@@ -165,66 +120,72 @@ class RoutingIndex:
         self._views: dict[EngineId, EngineView] = {}
         self._dedicated: dict[WeightVersion | None, _Group] = {}
         self._borrowed: dict[WeightVersion | None, _Group] = {}
+        self._slow: dict[WeightVersion | None, _Group] = {}
         self._versions: Counter[WeightVersion | None] = Counter()
+        self._homes: dict[EngineId, _Home] = {}
         self._num_open = 0
 
     def put(self, view: EngineView) -> None:
         """Add an engine or replace what is known of it."""
-        old = self._views.get(view.engine_id)
+        engine_id = view.engine_id
+        old = self._views.get(engine_id)
         if old is not None:
-            self._leave_group(old)
-        if old is None or old.version != view.version or old.state is not view.state:
+            self._leave_group(engine_id)
+        if old is None or old.state is not view.state or old.version != view.version:
             self._count(old, -1)
             self._count(view, 1)
-        self._views[view.engine_id] = view
-        self._join_group(view)
+        self._views[engine_id] = view
+        if view.state is EngineState.READY:
+            self._join_group(view)
 
     def drop(self, engine_id: EngineId) -> None:
         """Forget an engine; unknown ids are ignored."""
         view = self._views.pop(engine_id, None)
         if view is not None:
-            self._leave_group(view)
+            self._leave_group(engine_id)
             self._count(view, -1)
 
     def _count(self, view: EngineView | None, by: int) -> None:
-        if view is not None and view.state is not EngineState.LOST:
+        if view is not None and view.state not in _OUT:
             self._versions[view.version] += by
             if not self._versions[view.version]:
                 del self._versions[view.version]
 
     def _join_group(self, view: EngineView) -> None:
-        if view.state is not EngineState.READY:
-            return
-        groups = self._groups(view.kind)
+        groups, place = self._groups(view), None
         group = groups.get(view.version)
         if group is None:
-            group = groups[view.version] = _Group()
+            group = groups[view.version] = _Group(groups, view.version)
         if self._has_slot(view):
-            group.open.add(_place(view), _kv_room(view))
+            place = self._place(view)
+            group.open.add(place, _kv_room(view))
             self._num_open += 1
         elif view.circuit is Circuit.CLOSED:
             group.num_full += 1
         else:
             group.num_shut += 1
+        self._homes[view.engine_id] = _Home(group, place, view.circuit)
 
-    def _leave_group(self, view: EngineView) -> None:
-        """Undo ``_join_group``."""
-        if view.state is not EngineState.READY:
+    def _leave_group(self, engine_id: EngineId) -> None:
+        """Undo ``_join_group``, if it is in a group."""
+        home = self._homes.pop(engine_id, None)
+        if home is None:
             return
-        groups = self._groups(view.kind)
-        group = groups[view.version]
-        if self._has_slot(view):
-            group.open.remove(_place(view))
+        group, place, circuit = home
+        if place is not None:
+            group.open.remove(place)
             self._num_open -= 1
-        elif view.circuit is Circuit.CLOSED:
+        elif circuit is Circuit.CLOSED:
             group.num_full -= 1
         else:
             group.num_shut -= 1
         if group.is_empty():
-            del groups[view.version]
+            del group.siblings[group.version]
 
-    def _groups(self, kind: EngineKind) -> dict[WeightVersion | None, _Group]:
-        return self._dedicated if kind is EngineKind.DEDICATED else self._borrowed
+    def _groups(self, view: EngineView) -> dict[WeightVersion | None, _Group]:
+        if view.kind is EngineKind.DEDICATED:
+            return self._dedicated
+        return self._slow if view.is_slow else self._borrowed
 
     def __iter__(self) -> Iterator[EngineView]:
         """Iterate over the views, in the order in which the engines joined."""
@@ -235,18 +196,22 @@ class RoutingIndex:
         return self._num_open > 0
 
     def is_out_of_reach(self, versions: VersionConstraint) -> bool:
-        """Tell whether the engines that are not lost have all moved past what ``versions`` asks for."""
+        """Tell whether the engines have all moved past what ``versions`` asks for."""
         return is_out_of_reach(versions, self._versions, self.run)
 
-    def room(self, versions: VersionConstraint, *, is_dedicated_only: bool) -> Sizes:
-        """Return the room that engines with an open slot have for a turn of these versions.
+    def is_held(self, versions: VersionConstraint) -> bool:
+        """Tell whether an engine holds what ``versions`` asks for, ready or not."""
+        return any(is_admissible(versions, version, self.run) for version in self._versions)
+
+    def room(self, versions: VersionConstraint, *, is_dedicated_only: bool, is_new: bool = False) -> Sizes:
+        """Return the room that engines with an open slot have for a turn of these versions; ``is_new``: it begins a trajectory.
 
         Returns:
             Two numbers of tokens, infinite when there is no limit, minus infinite when no engine is open. ``choose`` finds an
             engine if and only if a turn's prompt and new tokens together are at most the first, or its prompt at most the second.
         """
-        groups = self._admissible(_kinds(is_dedicated_only=is_dedicated_only), versions)
-        largest = [group.open.largest() for group in groups]
+        dedicated, borrowed = self._admissible(versions, is_dedicated_only=is_dedicated_only, is_new=is_new)
+        largest = [group.open.largest() for group in (*dedicated, *borrowed)]
         return (
             max((first for first, _ in largest), default=-math.inf),
             max((second for _, second in largest), default=-math.inf),
@@ -254,66 +219,114 @@ class RoutingIndex:
 
     def choose(self, turn: TurnView) -> Assign | Wait:
         """Decide where ``turn`` goes now."""
-        view = self._best(turn)
-        return Wait(self._furthest_obstacle(turn)) if view is None else Assign(view.engine_id, _reason(view, turn))
-
-    def _best(self, turn: TurnView) -> EngineView | None:
-        """Return the admissible engine that comes first."""
+        dedicated, borrowed = self._admissible(
+            turn.versions, is_dedicated_only=turn.is_dedicated_only, is_new=turn.affinity is None
+        )
         if turn.affinity is not None and turn.affinity not in turn.avoid:
-            view = self._views.get(turn.affinity)
-            if view is not None and self._can_take(view, turn):
-                return view
+            here = self._views.get(turn.affinity)
+            if here is not None and self._can_take(here, turn):
+                return self._stay_or_go(here, turn, (dedicated, borrowed))
         asked = _asked(turn)
-        for kind in _kinds(is_dedicated_only=turn.is_dedicated_only):
-            groups = self._admissible((kind,), turn.versions)
-            firsts = [place for group in groups if (place := group.first(asked, turn.avoid)) is not None]
-            if firsts:
-                return self._views[min(firsts)[2]]
+        for groups in (dedicated, borrowed):
+            place = _first(groups, asked, turn.avoid)
+            if place is not None:
+                view = self._views[place[-1]]
+                return Assign(view.engine_id, _reason(view, turn))
+        return self._return_or_wait(turn, (*dedicated, *borrowed))
+
+    def _stay_or_go(self, here: EngineView, turn: TurnView, kinds: tuple[list[_Group], list[_Group]]) -> Assign:
+        """Decide for a turn that could go on where the trajectory is."""
+        config = self._config
+        if config.rule is RoutingRule.VALUE and turn.moved_by is None:
+            asked, most_s, best = _asked(turn), 0.0, None
+            for groups in kinds:
+                place = _first(groups, asked, turn.avoid)
+                if place is None or place[-1] == here.engine_id:
+                    continue
+                there = self._views[place[-1]]
+                if not self._has_seat(there):
+                    continue
+                if here.pace_s is None:
+                    if is_crowded(config, here, there):
+                        return Assign(there.engine_id, RouteReason.REBALANCED)
+                elif (earlier_s := gain_s(config, turn, here, there)) > most_s:
+                    best, most_s = there, earlier_s
+            if best is not None:
+                return Assign(best.engine_id, RouteReason.MIGRATED)
+        return Assign(here.engine_id, _reason(here, turn))
+
+    def _return_or_wait(self, turn: TurnView, groups: tuple[_Group, ...]) -> Assign | Wait:
+        """Decide for a turn that only engines could take which it avoids, if any."""
         avoided = [self._views[engine_id] for engine_id in turn.avoid if engine_id in self._views]
         takers = [view for view in avoided if self._can_take(view, turn)]
-        return min(takers, key=lambda view: _rank_avoided(view, turn), default=None)
-
-    def _furthest_obstacle(self, turn: TurnView) -> WaitReason:
-        """Return the last test that the engine which came furthest did not pass, given that none passed all."""
-        kinds = _kinds(is_dedicated_only=turn.is_dedicated_only)
-        groups = self._admissible(kinds, turn.versions)
+        if takers:
+            view = min(takers, key=lambda view: self._rank_avoided(view, turn))
+            return Assign(view.engine_id, _reason(view, turn))
         if any(len(group.open) for group in groups):
-            return WaitReason.KV
+            return Wait(WaitReason.KV)
         if any(group.num_full for group in groups):
-            return WaitReason.SLOTS
+            return Wait(WaitReason.SLOTS)
         if groups:
-            return WaitReason.CIRCUIT
-        return WaitReason.VERSION if any(self._groups(kind) for kind in kinds) else WaitReason.NO_READY_ENGINE
+            return Wait(WaitReason.CIRCUIT)
+        has_ready = self._dedicated or (not turn.is_dedicated_only and (self._borrowed or self._slow))
+        return Wait(WaitReason.VERSION if has_ready else WaitReason.NO_READY_ENGINE)
 
-    def _admissible(self, kinds: tuple[EngineKind, ...], versions: VersionConstraint) -> list[_Group]:
-        return [
-            group
-            for kind in kinds
-            for version, group in self._groups(kind).items()
-            if is_admissible(versions, version, self.run)
-        ]
+    def _admissible(
+        self, versions: VersionConstraint, *, is_dedicated_only: bool, is_new: bool
+    ) -> tuple[list[_Group], list[_Group]]:
+        """Return the dedicated groups and the borrowed groups that a turn may go to."""
+        dedicated = self._with_version(self._dedicated, versions)
+        if is_dedicated_only:
+            return dedicated, []
+        borrowed = self._with_version(self._borrowed, versions)
+        if self._slow and not (is_new and dedicated):
+            borrowed += self._with_version(self._slow, versions)
+        return dedicated, borrowed
+
+    def _with_version(self, groups: dict[WeightVersion | None, _Group], versions: VersionConstraint) -> list[_Group]:
+        return [group for version, group in groups.items() if is_admissible(versions, version, self.run)]
 
     def _can_take(self, view: EngineView, turn: TurnView) -> bool:
         """Test a single engine."""
         if view.state is not EngineState.READY or not self._has_slot(view):
             return False
-        if turn.is_dedicated_only and view.kind is EngineKind.BORROWED:
+        if view.kind is EngineKind.BORROWED and (turn.is_dedicated_only or self._is_barred(view, turn)):
             return False
         (need, prompt), (room, prompt_room) = _asked(turn), _kv_room(view)
         return (need <= room or prompt <= prompt_room) and is_admissible(turn.versions, view.version, self.run)
 
+    def _is_barred(self, view: EngineView, turn: TurnView) -> bool:
+        """Tell whether no trajectory may begin on a slow engine."""
+        return view.is_slow and turn.affinity is None and bool(self._with_version(self._dedicated, turn.versions))
+
     def _has_slot(self, view: EngineView) -> bool:
         if view.circuit is Circuit.OPEN or (view.circuit is Circuit.HALF_OPEN and view.num_probing > 0):
             return False
-        return view.num_in_flight < self._config.cap_per_engine
+        return view.num_in_flight < self._cap(view)
+
+    def _cap(self, view: EngineView) -> int:
+        cap = self._config.cap_per_engine
+        return cap if view.num_slots is None else min(cap, view.num_slots)
+
+    def _has_seat(self, view: EngineView) -> bool:
+        """Tell whether there is a slot that no trajectory will soon be back for."""
+        return view.num_in_flight + view.num_seats < self._cap(view)
+
+    def _place(self, view: EngineView) -> Place:
+        if self._config.rule is RoutingRule.PAPER:
+            return (False, 0.0, view.num_in_flight, view.kv_used_fraction, view.engine_id)
+        ends_s = 0.0 if view.pace_s is None else view.pace_s * (view.most_left_tokens + 1)
+        return (not self._has_seat(view), ends_s, view.num_in_flight, view.kv_used_fraction, view.engine_id)
+
+    def _rank_avoided(self, view: EngineView, turn: TurnView) -> tuple[bool, bool, Place]:
+        return view.engine_id != turn.affinity, view.kind is EngineKind.BORROWED, self._place(view)
 
 
-def _kinds(*, is_dedicated_only: bool) -> tuple[EngineKind, ...]:
-    return _KINDS[:1] if is_dedicated_only else _KINDS
-
-
-def _place(view: EngineView) -> Place:
-    return (view.num_in_flight, view.kv_used_fraction, view.engine_id)
+def _first(groups: list[_Group], asked: Sizes, avoid: AbstractSet[EngineId]) -> Place | None:
+    """Return the place of the first engine of several groups with room for a turn."""
+    if len(groups) == 1:
+        return groups[0].first(asked, avoid)
+    return min((place for group in groups if (place := group.first(asked, avoid)) is not None), default=None)
 
 
 def _asked(turn: TurnView) -> Sizes:
@@ -333,10 +346,6 @@ def _kv_room(view: EngineView) -> Sizes:
     if view.num_in_flight:
         return view.kv_total_tokens - view.kv_reserved_tokens, -math.inf
     return _ANY_SIZE if view.kind is EngineKind.DEDICATED else (-math.inf, view.kv_total_tokens - 1)
-
-
-def _rank_avoided(view: EngineView, turn: TurnView) -> tuple[bool, bool, Place]:
-    return view.engine_id != turn.affinity, view.kind is EngineKind.BORROWED, _place(view)
 
 
 def _reason(view: EngineView, turn: TurnView) -> RouteReason:

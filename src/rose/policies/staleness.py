@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 from rose.types import AnyVersion, AtLeast, VersionConstraint, WeightVersion
@@ -37,3 +38,17 @@ def is_out_of_reach(constraint: VersionConstraint, versions: Iterable[WeightVers
         return False
     held = list(versions)
     return bool(held) and all(v is not None and v.run == run and v.n > constraint.n for v in held)
+
+
+def staleness(oldest: WeightVersion | None, latest: WeightVersion | None) -> float:
+    """Return how many versions ``latest`` is ahead of ``oldest``: 0 while either is unknown, infinite across runs."""
+    if oldest is None or latest is None:
+        return 0
+    return latest.n - oldest.n if latest.run == oldest.run else math.inf
+
+
+def older(one: WeightVersion | None, other: WeightVersion | None) -> WeightVersion | None:
+    """Return the older of two versions; one that is unknown does not count, and the first one is older than any of another run."""
+    if one is None or other is None:
+        return other if one is None else one
+    return min(one, other) if one.run == other.run else one

@@ -14,16 +14,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
 from rose.errors import DeadlineExceededError, EngineError, EngineLostError, RoseError
 from rose.interfaces import Clock
 from rose.policies.routing import EngineState
 from rose.pool.actions import TIME_EPSILON_S, SettleTurn, StartAttempt, StopAttempt
+from rose.pool.barrier import Barrier
 from rose.pool.config import PoolConfig
 from rose.pool.events import Observer
 from rose.pool.membership import Member
+from rose.pool.sources import open_stream
 from rose.pool.state import PoolState
 from rose.pool.timing import within
 from rose.pool.turns import Attempt
@@ -37,11 +39,13 @@ class Driver:
 
     Attributes:
         is_open: Between ``start`` and ``stop``.
+        on_gone: Called with each engine that is watched no longer while the pool is open: it left or was lost.
     """
 
     def __init__(self, state: PoolState, *, config: PoolConfig, clock: Clock, on_event: Observer | None) -> None:
         """Act for ``state``; the waiters of its turns must be futures."""
         self.is_open = False
+        self.on_gone: Callable[[Member], None] = _ignore
         self._state = state
         self._config = config
         self._clock = clock
@@ -53,6 +57,7 @@ class Driver:
         self._alarm: asyncio.Task[None] | None = None
         self._alarm_s = 0.0
         self._free: dict[Member, asyncio.Event] = {}
+        self._barriers: dict[Barrier, asyncio.Event] = {}
 
     async def start(self) -> None:
         """Begin; in the task that will call ``stop``."""
@@ -91,6 +96,8 @@ class Driver:
         for member in self._state.engines.take_freed():
             if member in self._free:
                 self._free.pop(member).set()
+        for barrier in [each for each in self._barriers if each.is_passed(self._state.engines, self._state.live)]:
+            self._barriers.pop(barrier).set()
         self._set_alarm()
 
     async def _pump(self, attempt: Attempt) -> None:
@@ -110,7 +117,7 @@ class Driver:
         while True:
             try:
                 if stream is None:
-                    stream = aiter(attempt.member.engine.generate(attempt.request))
+                    stream = aiter(open_stream(attempt))
                 chunk = await anext(stream)
             except StopAsyncIteration:
                 return EngineError(f"engine {attempt.engine_id!r} ended a stream without a finish reason")
@@ -171,12 +178,14 @@ class Driver:
                 member.asked_s = self._clock.now()
                 reading = await member.engine.snapshot()
                 member.asked_s = math.inf
-                self._state.lifecycle.note_reading(member, reading)
+                self._state.lifecycle.note_reading(member, reading, self._clock.now())
                 self.apply()
         except Exception as error:  # noqa: BLE001 - the root of a task: an engine that cannot be read cannot be trusted
             self._lose(member, str(error))
         finally:
             guard.cancel()
+            if self.is_open:
+                self.on_gone(member)
 
     async def _guard(self, member: Member, watcher: asyncio.Task[None] | None) -> None:
         """End ``watch`` when a reading does not come in time; wakes about once in ``reading_timeout_s``."""
@@ -234,6 +243,28 @@ class Driver:
         except DeadlineExceededError:
             return False
         return True
+
+    async def wait_for_barrier(self, barrier: Barrier, timeout_s: float | None) -> None:
+        """Return once ``barrier`` is passed.
+
+        Raises:
+            DeadlineExceededError: It was not after ``timeout_s``; says what holds it up.
+        """
+        engines = self._state.engines
+        if barrier.is_passed(engines, self._state.live):
+            return
+        passed = self._barriers.setdefault(barrier, asyncio.Event()).wait()
+        try:
+            await (passed if timeout_s is None else within(self._clock, passed, timeout_s, what="the barrier"))
+        except DeadlineExceededError as error:
+            message = f"not all was at {barrier.version} after {timeout_s} s: {barrier.what_holds_it_up(engines)}"
+            raise DeadlineExceededError(message) from error
+        finally:
+            self._barriers.pop(barrier, None)
+
+
+def _ignore(_member: Member) -> None:
+    """Do nothing."""
 
 
 def _settle(waiter: asyncio.Future[TurnResult], outcome: TurnResult | RoseError) -> None:

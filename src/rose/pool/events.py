@@ -7,7 +7,7 @@ from collections.abc import Callable
 import attrs
 
 from rose.policies.routing import EngineState
-from rose.types import Activation, EngineId, EngineKind, FinishReason, HopEnd, LeaseId, RouteReason
+from rose.types import Activation, EngineId, EngineKind, FinishReason, Hop, HopEnd, LeaseId, RouteReason, VersionSpan
 
 
 @attrs.frozen(kw_only=True)
@@ -35,27 +35,30 @@ class TurnRerouted:
 
 @attrs.frozen(kw_only=True)
 class TurnFinished:
-    """A turn was delivered; ``engine_id`` is its last engine."""
+    """A turn was delivered; ``engine_id`` is its last engine, ``None`` when no engine had room for its prompt."""
 
     at_s: float
     trajectory_id: str
     group_id: str
-    engine_id: EngineId
+    engine_id: EngineId | None
     finish_reason: FinishReason
     num_tokens: int
     num_hops: int
     duration_s: float
+    versions: tuple[VersionSpan, ...] = ()
+    hops: tuple[Hop, ...] = ()
 
 
 @attrs.frozen(kw_only=True)
 class TurnFailed:
-    """A turn ended with an error, or was cancelled by its caller (``error`` is then ``"cancelled"``)."""
+    """A turn ended with an error, or was cancelled by its caller (``error`` is then ``"cancelled"``); it had ``num_tokens`` by then."""
 
     at_s: float
     trajectory_id: str
     group_id: str
     error: str
     num_hops: int
+    num_tokens: int = 0
 
 
 @attrs.frozen(kw_only=True)

@@ -60,11 +60,13 @@ class Journal:
                 at_s=now_s,
                 trajectory_id=record.turn.trajectory_id,
                 group_id=record.turn.group_id,
-                engine_id=result.hops[-1].engine_id,
+                engine_id=result.hops[-1].engine_id if result.hops else None,
                 finish_reason=result.finish_reason,
                 num_tokens=len(result.token_ids),
                 num_hops=len(result.hops),
                 duration_s=now_s - record.arrived_s,
+                versions=result.versions,
+                hops=result.hops,
             )
         )
 
@@ -77,6 +79,7 @@ class Journal:
                 group_id=record.turn.group_id,
                 error=error,
                 num_hops=len(record.hops),
+                num_tokens=len(record.token_ids),
             )
         )
 

@@ -62,16 +62,15 @@ class Lifecycle:
         if is_ready and version is not None:
             engines.acknowledge(member, version)
         member.version = version
-        self.note_reading(member, reading)
+        self.note_reading(member, reading, now_s)
         if is_ready:
             self._move(member, EngineState.READY, "first reading", now_s)
         else:
             self._move(member, EngineState.STALE, f"weights {version} are not acknowledged", now_s)
 
-    def note_reading(self, member: Member, reading: EngineSnapshot) -> None:
+    def note_reading(self, member: Member, reading: EngineSnapshot, now_s: float) -> None:
         """Take a newer reading of an engine's load."""
-        member.reading = reading
-        self._engines.refresh(member)
+        self._engines.note_reading(member, reading, now_s)
 
     def begin_update(self, member: Member, target: WeightVersion, now_s: float) -> bool:
         """Keep new turns away from an engine about to activate ``target``; returns whether it may.
@@ -127,6 +126,7 @@ class Lifecycle:
         old = member.state
         if not self._engines.is_present(member) or not self._engines.move(member, state):
             return False
+        member.why = why
         self._journal.engine_moved(member, old, state, why, now_s)
         return True
 

@@ -19,14 +19,18 @@ import attrs
 
 from rose.errors import EngineLostError
 from rose.interfaces import ServingEngine
+from rose.policies.concurrency import KvReading, SlotLimit
+from rose.policies.pace import PaceModel
 from rose.policies.routing import Circuit, EngineState, EngineView, RoutingIndex
 from rose.pool.circuit import CircuitBreaker
 from rose.pool.config import PoolConfig
 from rose.pool.turns import Attempt
-from rose.types import EngineId, EngineKind, EngineSnapshot, HopEnd, LeaseId, WeightVersion
+from rose.types import EngineId, EngineKind, EngineSnapshot, HopEnd, LeaseId, RouteReason, WeightVersion
 
 _MAX_LOANS = 512
+_MOVES = frozenset({RouteReason.MIGRATED, RouteReason.REBALANCED})
 _S = EngineState
+_SERVING = frozenset({_S.READY, _S.UPDATING})
 _ALLOWED: dict[EngineState, frozenset[EngineState]] = {
     _S.JOINING: frozenset({_S.STALE, _S.READY, _S.DRAINING, _S.LOST}),
     _S.STALE: frozenset({_S.READY, _S.UPDATING, _S.DRAINING, _S.FENCED, _S.LOST}),
@@ -43,7 +47,8 @@ class EngineAccount:
     """What one engine did for the pool.
 
     Attempts that ended are counted by how; ``num_attempts`` counts those that were begun. Tokens are those kept. ``busy_s`` is the time
-    in which it had at least one request of the pool, ``present_s`` the time in which it was in the pool and not lost.
+    in which it had at least one request of the pool, ``present_s`` the time in which it was in the pool and not lost. ``num_moved_in``
+    counts turns that the routing policy took from another engine that could have gone on, with the prompts computed anew for it.
     """
 
     kind: EngineKind
@@ -51,6 +56,8 @@ class EngineAccount:
     num_tokens: int = 0
     num_ended: dict[HopEnd, int] = attrs.field(factory=lambda: dict.fromkeys(HopEnd, 0))
     num_rerouted: int = 0
+    num_moved_in: int = 0
+    num_moved_prompt_tokens: int = 0
     busy_s: float = 0.0
     present_s: float = 0.0
 
@@ -66,7 +73,13 @@ class Member:
     Attributes:
         asked_s: When it was asked for a reading that it has not given yet.
         joined_s: When it joined.
+        load_tokens: Context of all that is held, prompts and what was made.
+        num_waiting_prompt_tokens: Prompt tokens of held attempts that show no token yet, without prefixes that were here.
+        seats: Trajectories whose last turn ended here, and until when their next one is expected; in the order of those times.
         lease_ends_s: When its lease ends unless it is renewed; ``None`` when the pool was not told.
+        slots: How many turns it may have in flight, as its KV memory tells.
+        is_kept_free: It takes no turn for the moment, so that a large one will find room on it.
+        why: What brought it into its state.
     """
 
     engine: ServingEngine
@@ -74,40 +87,50 @@ class Member:
     lease_id: LeaseId | None
     circuit: CircuitBreaker
     account: EngineAccount
+    slots: SlotLimit
     state: EngineState = EngineState.JOINING
     version: WeightVersion | None = None
     reading: EngineSnapshot | None = None
     held: dict[int, Attempt] = attrs.field(factory=dict)
     kv_reserved_tokens: int = 0
+    load_tokens: int = 0
+    num_waiting_prompt_tokens: int = 0
+    seats: dict[str, float] = attrs.field(factory=dict)
     last_token_s: float = -math.inf
     busy_since_s: float = 0.0
     asked_s: float = math.inf
     joined_s: float = 0.0
     lease_ends_s: float | None = None
+    is_kept_free: bool = False
+    why: str = ""
+    _num_tokens_read: int = 0
 
     @property
     def engine_id(self) -> EngineId:
         """Return the engine's id."""
         return self.engine.engine_id
 
-    def view(self) -> EngineView:
-        """Return what the routing policy sees of this engine."""
-        reading = self.reading
-        probing = 0
-        if self.circuit.state is Circuit.HALF_OPEN:
-            probing = sum(attempt.is_open and attempt.num_tokens == 0 for attempt in self.held.values())
-        return EngineView(
-            engine_id=self.engine.engine_id,
-            kind=self.kind,
-            state=self.state,
-            version=self.version,
-            circuit=self.circuit.state,
+    @property
+    def is_serving(self) -> bool:
+        """Return whether it takes turns, now or after the activation that it is in."""
+        return self.state in _SERVING
+
+    def note_reading(self, reading: EngineSnapshot, now_s: float) -> None:
+        """Take a newer reading; it may move the number of slots."""
+        self.reading = reading
+        num_tokens, self._num_tokens_read = self._num_tokens_read, self.account.num_tokens
+        seen = KvReading(
+            kv_used_fraction=self.kv_used_fraction(),
+            age_s=now_s - reading.read_at_s,
             num_in_flight=len(self.held),
-            num_probing=probing,
-            kv_total_tokens=None if reading is None else reading.kv_total_tokens,
-            kv_reserved_tokens=self.kv_reserved_tokens,
-            kv_used_fraction=0.0 if reading is None else reading.kv_used_tokens / max(1, reading.kv_total_tokens),
+            has_progress=self.account.num_tokens > num_tokens,
         )
+        self.slots.read(seen, now_s)
+
+    def kv_used_fraction(self) -> float:
+        """Return how much of its KV memory was in use when it was read."""
+        reading = self.reading
+        return 0.0 if reading is None else reading.kv_used_tokens / max(1, reading.kv_total_tokens)
 
 
 class Membership:
@@ -118,7 +141,10 @@ class Membership:
         index: What the routing policy decides on.
         version: The latest version that an engine acknowledged to this pool (or brought along as the first), or ``None``.
         has_synced: An engine acknowledged an activation to this pool.
+        pace: How long tokens take where.
         ended_loans_s: How long borrowed engines were here that left or were lost, the last few hundred.
+        num_own_serving: Dedicated engines that take turns, now or after the activation that they are in.
+        num_lent_serving: Borrowed ones.
     """
 
     def __init__(self, config: PoolConfig, rng: Random) -> None:
@@ -127,10 +153,25 @@ class Membership:
         self.version: WeightVersion | None = None
         self.has_synced = False
         self.ended_loans_s: deque[float] = deque(maxlen=_MAX_LOANS)
+        self.num_own_serving = self.num_lent_serving = 0
         self._config = config
         self._rng = rng
         self._accounts: dict[EngineId, EngineAccount] = {}
         self._freed: list[Member] = []
+        self.pace = PaceModel(config.routing.pace)
+        self._context_tokens: int | None = None
+        self._is_context_known = True
+
+    @property
+    def max_context_tokens(self) -> int | None:
+        """Return the longest context of the engines that are not lost; ``None`` when one of them may take any."""
+        if not self._is_context_known:
+            readings = [m.reading for m in self.members.values() if m.state is not EngineState.LOST]
+            limits = [reading.max_context_tokens for reading in readings if reading is not None]
+            known = [limit for limit in limits if limit is not None]
+            self._context_tokens = max(known) if known and len(known) == len(limits) else None
+            self._is_context_known = True
+        return self._context_tokens
 
     def get(self, engine_id: EngineId) -> Member:
         """Return a member.
@@ -165,7 +206,8 @@ class Membership:
             raise ValueError(message)
         account = self._accounts.setdefault(engine_id, EngineAccount(kind=kind))
         circuit = CircuitBreaker(self._config, self._rng)
-        member = Member(engine=engine, kind=kind, lease_id=lease_id, circuit=circuit, account=account)
+        slots = SlotLimit(self._config.concurrency, self._config.routing.cap_per_engine)
+        member = Member(engine=engine, kind=kind, lease_id=lease_id, circuit=circuit, account=account, slots=slots)
         self.members[engine_id] = member
         self.refresh(member)
         return member
@@ -174,15 +216,33 @@ class Membership:
         """Let a member go; nothing happens when another one has taken its id."""
         if self.members.get(member.engine_id) is member:
             del self.members[member.engine_id]
+            self.pace.forget(member.engine_id)
             self.index.drop(member.engine_id)
+            self._count_serving(member, -member.is_serving)
+            self._is_context_known = False
 
     def move(self, member: Member, state: EngineState) -> bool:
         """Change a member's state if its life cycle allows it; returns whether it changed."""
         if state not in _ALLOWED[member.state]:
             return False
-        member.state = state
+        was_serving, member.state = member.is_serving, state
+        self._count_serving(member, member.is_serving - was_serving)
+        self._is_context_known = False
         self.refresh(member)
         return True
+
+    def _count_serving(self, member: Member, by: int) -> None:
+        if member.kind is EngineKind.DEDICATED:
+            self.num_own_serving += by
+        else:
+            self.num_lent_serving += by
+
+    def note_reading(self, member: Member, reading: EngineSnapshot, now_s: float) -> None:
+        """Take a newer reading of a member's load."""
+        if member.reading is None or member.reading.max_context_tokens != reading.max_context_tokens:
+            self._is_context_known = False
+        member.note_reading(reading, now_s)
+        self.refresh(member)
 
     def acknowledge(self, member: Member, version: WeightVersion) -> None:
         """Note that the engine holds ``version``; the pool's own version and run follow and never go back within a run."""
@@ -195,7 +255,98 @@ class Membership:
     def refresh(self, member: Member) -> None:
         """Bring the routing index up to date with a member that changed."""
         if self.members.get(member.engine_id) is member:
-            self.index.put(member.view())
+            self.index.put(self.view(member))
+
+    def view(self, member: Member) -> EngineView:
+        """Return what the routing policy sees of a member."""
+        reading, pace, circuit = member.reading, self.pace, member.circuit.state
+        probing = 0
+        if circuit is Circuit.HALF_OPEN:
+            probing = sum(attempt.is_open and attempt.num_tokens == 0 for attempt in member.held.values())
+        estimate = pace.estimate(member.engine_id, member.kind, member.load_tokens)
+        return EngineView(
+            engine_id=member.engine_id,
+            kind=member.kind,
+            state=member.state,
+            version=member.version,
+            circuit=circuit,
+            num_in_flight=len(member.held),
+            num_slots=0 if member.is_kept_free else member.slots.num_slots,
+            num_probing=probing,
+            kv_total_tokens=None if reading is None else reading.kv_total_tokens,
+            kv_reserved_tokens=member.kv_reserved_tokens,
+            kv_used_fraction=member.kv_used_fraction(),
+            pace_s=None if estimate is None else estimate.pace_s,
+            slope_s=0.0 if estimate is None else estimate.slope_s,
+            prefill_s=pace.prefill_s,
+            num_waiting_prompt_tokens=member.num_waiting_prompt_tokens,
+            most_left_tokens=max(
+                (attempt.record.progress.left_tokens for attempt in member.held.values()), default=0.0
+            ),
+            num_seats=self._num_seats(member),
+            is_slow=estimate is not None and estimate.slowdown > self._config.routing.max_slowdown,
+        )
+
+    def _num_seats(self, member: Member) -> int:
+        """Count the trajectories that will soon be back, and forget those that did not come."""
+        seats, now_s = member.seats, self.pace.now_s
+        while seats and seats[first := next(iter(seats))] <= now_s:
+            del seats[first]
+        return len(seats)
+
+    def keep_seat(self, engine_id: EngineId, trajectory_id: str, now_s: float) -> None:
+        """Expect a trajectory back whose turn ended."""
+        member = self.members.get(engine_id)
+        if member is not None:
+            member.seats.pop(trajectory_id, None)
+            member.seats[trajectory_id] = now_s + self.pace.seat_s
+            self.refresh(member)
+
+    def take_seat(self, engine_id: EngineId | None, trajectory_id: str, now_s: float) -> None:
+        """Note that a trajectory is back with its next turn."""
+        member = self.members.get(engine_id) if engine_id is not None else None
+        expected_s = None if member is None else member.seats.pop(trajectory_id, None)
+        if member is not None and expected_s is not None:
+            self.pace.observe_pause(now_s - (expected_s - self.pace.seat_s))
+            self.refresh(member)
+
+    def still_stalled(self, stalls: dict[EngineId, float]) -> set[EngineId]:
+        """Return the engines of ``stalls`` that made no token since the time given there; the others are deleted from it."""
+        for engine_id, stalled_s in list(stalls.items()):
+            member = self.members.get(engine_id)
+            if member is None or member.last_token_s > stalled_s:
+                del stalls[engine_id]
+        return set(stalls)
+
+    def note_tokens(self, attempt: Attempt, taken: int) -> None:
+        """Count tokens that an open attempt made; the first one shows that its prompt was computed."""
+        member, is_first = attempt.member, not attempt.num_tokens
+        attempt.num_tokens += taken
+        member.load_tokens += taken
+        member.account.num_tokens += taken
+        if is_first and attempt.num_fresh_tokens:
+            member.num_waiting_prompt_tokens -= attempt.num_fresh_tokens
+            self.refresh(member)
+
+    def learn(self, attempt: Attempt, now_s: float) -> None:
+        """Learn an engine's pace from a turn that finished: from one that found its prefix there, or computed it anew."""
+        member, pace = attempt.member, self.pace
+        pace.now_s = now_s
+        load = (attempt.load_tokens + member.load_tokens) / 2
+        duration_s = now_s - attempt.assigned_s
+        if attempt.reason is RouteReason.AFFINITY:
+            pace.observe(
+                member.engine_id,
+                member.kind,
+                load_tokens=load,
+                num_tokens=attempt.num_tokens,
+                duration_s=duration_s,
+            )
+        elif attempt.reason is RouteReason.MIGRATED and (
+            estimate := pace.estimate(member.engine_id, member.kind, load)
+        ):
+            extra_s = duration_s - estimate.pace_s * attempt.num_tokens
+            pace.observe_prefill(num_prompt_tokens=len(attempt.request.prompt_ids), extra_s=extra_s)
 
     def hold(self, member: Member, attempt: Attempt, now_s: float) -> None:
         """Reserve a slot and KV room for an attempt."""
@@ -203,6 +354,15 @@ class Membership:
             member.busy_since_s = now_s
         member.held[attempt.number] = attempt
         member.kv_reserved_tokens += attempt.max_kv_tokens
+        num_prompt_tokens = num_fresh_tokens = len(attempt.request.prompt_ids)
+        if attempt.record.affinity == member.engine_id:
+            num_fresh_tokens = max(0, num_prompt_tokens - attempt.record.progress.num_context_tokens)
+        member.load_tokens += num_prompt_tokens
+        member.num_waiting_prompt_tokens += num_fresh_tokens
+        attempt.load_tokens, attempt.num_fresh_tokens = member.load_tokens, num_fresh_tokens
+        if attempt.reason in _MOVES:
+            member.account.num_moved_in += 1
+            member.account.num_moved_prompt_tokens += num_prompt_tokens
         member.account.num_attempts += 1
         self.refresh(member)
 
@@ -210,6 +370,9 @@ class Membership:
         """Free what an attempt had reserved."""
         del member.held[attempt.number]
         member.kv_reserved_tokens -= attempt.max_kv_tokens
+        member.load_tokens -= len(attempt.request.prompt_ids) + attempt.num_tokens
+        if not attempt.num_tokens:
+            member.num_waiting_prompt_tokens -= attempt.num_fresh_tokens
         if not member.held:
             member.account.busy_s += now_s - member.busy_since_s
             self._freed.append(member)

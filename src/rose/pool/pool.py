@@ -12,24 +12,34 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractAsyncContextManager
+from importlib import import_module
+from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Any, Self
 
 import attrs
 
 from rose.checks import shown
 from rose.clocks import MonotonicClock
-from rose.errors import EngineError, TurnFailedError
+from rose.errors import BackendUnavailableError, EngineError, TurnFailedError
 from rose.interfaces import Clock, ServingEngine, Transport
+from rose.policies.demand import Announcement, Announcements
 from rose.policies.routing import EngineState, EngineView, WaitReason
+from rose.pool.barrier import Barrier
 from rose.pool.config import PoolConfig, WeightPull
 from rose.pool.driver import Driver
 from rose.pool.events import Observer
 from rose.pool.membership import EngineAccount, Member
+from rose.pool.sources import TokenSource
 from rose.pool.state import PoolState
+from rose.pool.statistics import PoolStatistics
 from rose.pool.weights import SyncReport, TransportSource, UpdateSource, WeightSync
-from rose.types import EngineId, EngineKind, LeaseId, Turn, TurnResult, WeightVersion
+from rose.types import EngineId, EngineKind, FinishReason, LeaseId, Turn, TurnResult, WeightVersion
+
+if TYPE_CHECKING:
+    from rose.pool.remote_pool import RemotePool
 
 _logger = logging.getLogger(__name__)
 
@@ -78,8 +88,8 @@ class RolloutPool:
         Raises:
             TypeError: An argument is of a wrong type.
         """
-        _check_type("config", config, PoolConfig, type(None))
-        _check_type("seed", seed, int)
+        check_type("config", config, PoolConfig, type(None))
+        check_type("seed", seed, int)
         if clock is not None:
             _check_methods("clock", clock, "now", "sleep")
         if on_event is not None:
@@ -90,24 +100,74 @@ class RolloutPool:
         self._initial += [(engine, EngineKind.BORROWED) for engine in _check_engines("borrowed", borrowed)]
         self._state = PoolState(self.config, name=uuid.uuid4().hex[:8], seed=seed)
         self._driver = Driver(self._state, config=self.config, clock=self._clock, on_event=on_event)
+        self._driver.on_gone = self._try_again
+        self.announced = Announcements()
         self._source: TransportSource | None = None
         self._sync = WeightSync(self._state, config=self.config, clock=self._clock, apply=self._driver.apply)
 
+    @staticmethod
+    def open(job: Path | str | Mapping[str, Any]) -> AbstractAsyncContextManager[RolloutPool]:
+        """Return a context with the pool that a job file describes: engines, lender and executors included.
+
+        Example:
+            >>> async with RolloutPool.open("job.toml") as pool:
+            ...     result = await pool.generate(turn)
+
+        Raises:
+            ConfigError: The file is wrong; one line a problem.
+        """
+        opened: AbstractAsyncContextManager[RolloutPool] = import_module("rose.hosts.job").open_pool(job)
+        return opened
+
+    @staticmethod
+    def connect(url: str, *, token: str | None = None, timeout_s: float = 10.0) -> RemotePool:
+        """Return the face of a pool that runs in another process (``rose pool``, ``rose.hosts.http``).
+
+        Use it as an async context manager in the same way. Tokens stream from the engines themselves where these have an
+        address; the pool decides, and keeps the accounts.
+
+        Args:
+            url: Of the pool's service, ``http://host:port``.
+            token: The bearer token, if the service asks for one.
+            timeout_s: How long short calls may take, and how long the first connection.
+
+        Raises:
+            BackendUnavailableError: The extra ``http`` (aiohttp) is not installed.
+        """
+        try:
+            from rose.pool.remote_pool import RemotePool  # noqa: PLC0415 - loads aiohttp
+        except ModuleNotFoundError as error:
+            if (error.name or "").partition(".")[0] == "rose":
+                raise
+            message = f"a pool over HTTP needs a library that is not installed ({error}); pip install 'rose-rl[http]'"
+            raise BackendUnavailableError(message) from error
+        return RemotePool(url, token=token, timeout_s=timeout_s)
+
     # The trainer's face.
 
-    async def generate(self, turn: Turn) -> TurnResult:
+    async def generate(self, turn: Turn, *, source: TokenSource | None = None) -> TurnResult:
         """Run one turn to its end, wherever that takes it.
+
+        An error that ends the turn, a cancellation included, has the tokens made so far in its attribute ``partial``.
+
+        Args:
+            turn: What to generate.
+            source: What gives the turn's tokens once an engine was chosen; the engine's own stream by default.
 
         Raises:
             RequestRefusedError: No engine can ever serve it.
             DeadlineExceededError: ``turn.deadline_s`` passed.
-            TurnFailedError: It was given up: too many attempts, a version that is gone, or the pool was closed.
+            VersionUnavailableError: Its version is gone, or not there and the turn does not wait for it.
+            StaleTrajectoryError: The trajectory is further behind than ``turn.max_staleness``.
+            GroupDroppedError: Turns of its group were refused again and again.
+            NoEngineError: No engine took turns for ``PoolConfig.no_engine_timeout_s``.
+            TurnFailedError: It was given up after too many attempts, or the pool was closed.
             TypeError: ``turn`` is no ``Turn``.
         """
         self._check_open()
-        _check_type("turn", turn, Turn)
+        check_type("turn", turn, Turn)
         waiter: asyncio.Future[TurnResult] = asyncio.get_running_loop().create_future()
-        record = self._state.submit(turn, waiter, self._clock.now())
+        record = self._state.submit(turn, waiter, self._clock.now(), source=source)
         try:
             self._driver.apply()
         except BaseException:
@@ -116,12 +176,42 @@ class RolloutPool:
             raise
         try:
             return await waiter
-        except asyncio.CancelledError:
+        except asyncio.CancelledError as error:
             if waiter.done() and not waiter.cancelled():
                 waiter.exception()
+            vars(error)["partial"] = record.result(FinishReason.ABORTED)
             self._state.cancel(record, self._clock.now())
             self._driver.apply()
             raise
+
+    def abort_trajectory(self, trajectory_id: str) -> int:
+        """End a trajectory's live turns as aborted: ``generate`` returns the tokens that they have.
+
+        Returns:
+            How many turns that were.
+        """
+        self._check_open()
+        num_turns = self._state.abort_trajectory(trajectory_id, self._clock.now())
+        self._driver.apply()
+        return num_turns
+
+    async def barrier(self, version: WeightVersion, *, timeout_s: float | None = None) -> None:
+        """Wait until nothing of older weights is under way.
+
+        Every engine that takes turns is then at ``version`` or a later one of its run, and every live turn was made by such weights alone.
+        Turns that come while it waits are not held back.
+
+        Args:
+            version: The oldest weights that are still wanted.
+            timeout_s: How long to wait, on the pool's clock; ``None``: for ever.
+
+        Raises:
+            DeadlineExceededError: Something older was under way for ``timeout_s``; the message names it.
+            TypeError: ``version`` is no ``WeightVersion``.
+        """
+        self._check_open()
+        check_type("version", version, WeightVersion)
+        await self._driver.wait_for_barrier(Barrier(version), timeout_s)
 
     async def sync_weights(self, source: UpdateSource | Transport) -> SyncReport:
         """Bring every engine that can be reached to the newest weights of ``source``.
@@ -149,6 +239,34 @@ class RolloutPool:
             self._source = TransportSource(transport)
         return self._source
 
+    @property
+    def clock(self) -> Clock:
+        """The clock of every time that the pool tells."""
+        return self._clock
+
+    @property
+    def version(self) -> WeightVersion | None:
+        """The latest version that an engine acknowledged, ``None`` before the first."""
+        return self._state.engines.version
+
+    def expect(self, num_trajectories: int, *, at_s: float | None = None) -> None:
+        """Announce demand, so that a ``Borrower`` of this pool has engines ready for it.
+
+        What is said for a time replaces what was said for that time and later. It is a peak, not a reservation: engines that get no turns
+        are given back all the same.
+
+        Args:
+            num_trajectories: How many trajectories begin then, about.
+            at_s: When, on the pool's clock; now unless given.
+
+        Raises:
+            ValueError: The number is negative.
+        """
+        if num_trajectories < 0:
+            message = f"num_trajectories must be >= 0, got {num_trajectories}"
+            raise ValueError(message)
+        self.announced.add(Announcement(num_trajectories, self._clock.now() if at_s is None else at_s))
+
     def snapshot(self) -> PoolSnapshot:
         """Read the pool's state now."""
         waiting = self._state.waiting_reasons()
@@ -159,6 +277,14 @@ class RolloutPool:
             engines=tuple(self._state.engines.index),
             version=self._state.engines.version,
         )
+
+    def statistics(self) -> PoolStatistics:
+        """Return what became of turns and tokens since the pool was made."""
+        return self._state.recorder.read()
+
+    def live_trajectories(self) -> set[str]:
+        """Return the trajectories that have a turn in the pool's hands."""
+        return {record.turn.trajectory_id for record in self._state.live.values()}
 
     def state_of(self, engine_id: EngineId) -> EngineState | None:
         """Return an engine's state, ``None`` when it is not in the pool."""
@@ -189,9 +315,9 @@ class RolloutPool:
             TypeError: An argument is of a wrong type.
         """
         self._check_open()
-        _check_type("engine", engine, ServingEngine)
-        _check_type("kind", kind, EngineKind)
-        _check_type("lease_id", lease_id, str, type(None))
+        check_type("engine", engine, ServingEngine)
+        check_type("kind", kind, EngineKind)
+        check_type("lease_id", lease_id, str, type(None))
         member = self._state.lifecycle.join(engine, kind, lease_id, self._clock.now())
         try:
             reading = await self._driver.read(member)
@@ -280,6 +406,23 @@ class RolloutPool:
             message = "the pool is not open; use it inside 'async with RolloutPool(...) as pool:'"
             raise TurnFailedError(message)
 
+    def _try_again(self, member: Member) -> None:
+        """Ask a lost engine of the job's own now and then whether it is back."""
+        if member.kind is EngineKind.DEDICATED and self.config.rejoin_s is not None:
+            self._driver.spawn(self._rejoin(member, self.config.rejoin_s))
+
+    async def _rejoin(self, member: Member, pause_s: float) -> None:
+        members = self._state.engines.members
+        while members.get(member.engine_id) is member and member.state is EngineState.LOST:
+            await self._clock.sleep(pause_s)
+            pause_s = min(2 * pause_s, self.config.rejoin_max_s)
+            try:
+                await self._driver.read(member)
+                if members.get(member.engine_id) is member:
+                    await self.add_engine(member.engine, member.kind, lease_id=member.lease_id)
+            except Exception:  # noqa: BLE001 - the root of a task: the engine stays lost and is asked again
+                member = members.get(member.engine_id, member)
+
     async def _catch_up(self, member: Member) -> None:
         """Bring an engine that joined late to the weights of the last sync."""
         try:
@@ -288,7 +431,12 @@ class RolloutPool:
             _logger.warning("engine %s could not catch up", member.engine_id, exc_info=True)
 
 
-def _check_type(name: str, value: object, *allowed: type) -> None:
+def check_type(name: str, value: object, *allowed: type) -> None:
+    """Refuse an argument of a wrong type.
+
+    Raises:
+        TypeError: It is of none of ``allowed``; a boolean is no integer.
+    """
     if not isinstance(value, allowed) or (isinstance(value, bool) and bool not in allowed):
         names = " or ".join("None" if cls is type(None) else cls.__name__ for cls in allowed)
         message = f"{name} must be of type {names}, got {shown(value)}"
@@ -308,5 +456,5 @@ def _check_engines(name: str, engines: object) -> list[ServingEngine]:
         raise TypeError(message)
     checked = list(engines)
     for i, engine in enumerate(checked):
-        _check_type(f"{name}[{i}]", engine, ServingEngine)
+        check_type(f"{name}[{i}]", engine, ServingEngine)
     return checked

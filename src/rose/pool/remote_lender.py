@@ -19,7 +19,7 @@ _WAIT_S = 20.0
 
 
 class RemoteLender:
-    """A ``rose.pool.borrowing.LeaseSource`` over HTTP. Use it on one event loop; ``close`` it there.
+    """A ``rose.pool.lease_source.LeaseSource`` over HTTP. Use it on one event loop; ``close`` it there.
 
     Leases that were granted or renewed last, as the service says, from before the request was sent: never longer than they are. What
     is told after a long wait counts from the answer.
@@ -45,6 +45,7 @@ class RemoteLender:
         *,
         model: str | None = None,
         devices: Collection[DeviceId] | None = None,
+        but: Collection[DeviceId] = (),
         is_whole: bool = False,
     ) -> Sequence[Lease]:
         """Ask for more devices; see ``rose.coserving.lender.Lender.grant``.
@@ -58,6 +59,8 @@ class RemoteLender:
             body["model"] = model
         if devices is not None:
             body["devices"] = sorted(devices)
+        if but:
+            body["but"] = sorted(but)
         return await self._leases("grant", job, body)
 
     async def renew(self, job: JobId, lease_ids: Sequence[LeaseId]) -> Sequence[Lease]:

@@ -2,25 +2,28 @@
 
 Invariants:
 
-* A live turn is in exactly one place: in the queue, or in one open attempt.
+* A live turn is in exactly one place: in the queue, at rest until a timer queues it, or in one open attempt.
 * An attempt that was started and did not end by itself is stopped exactly once (``StopAttempt``); its reservation is
   held until the shell reports ``released``. One that ended by itself is never stopped.
 * After a turn is settled nothing of it is left but the release of its last request.
 * Every change is followed by ``plan``, which routes what can be routed and hands out the I/O to do.
 
 Life cycle of a turn: submit -> queued -> [attempt: start -> tokens ... -> end] -> queued again (evicted, stalled, lost,
-busy, aborted) -> ... -> settled with a result or an error, or cancelled by its caller at any point.
+busy, aborted; after a rest when attempts fail in a row) -> ... -> settled with a result or an error, or cancelled by its caller at
+any point. A turn that must not or cannot run (no room in any context, a dropped group, weights too far on, a version that is not
+there and not waited for) is settled when it would be queued; no engine hears of it.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
+from collections.abc import Iterable
 from random import Random
 from typing import Any
 
 from rose.errors import (
-    DeadlineExceededError,
     EngineBusyError,
     EngineError,
     EngineFencedError,
@@ -29,16 +32,24 @@ from rose.errors import (
     RoseError,
     TurnFailedError,
 )
-from rose.policies.ordered import Sizes
-from rose.policies.routing import Assign, EngineState, Wait, WaitReason
+from rose.policies.migration import remaining_tokens
+from rose.policies.routing import Assign, EngineState, WaitReason
 from rose.policies.staleness import is_admissible
+from rose.pool import failures, retries
 from rose.pool.actions import TIME_EPSILON_S, Action, SettleTurn, StartAttempt, StopAttempt, TimerKind, Timers
 from rose.pool.config import PoolConfig, ResumePolicy
 from rose.pool.events import PoolEvent
+from rose.pool.groups import GroupBreaker
 from rose.pool.journal import Journal
 from rose.pool.lifecycle import Lifecycle
 from rose.pool.membership import Member, Membership
-from rose.pool.turns import Attempt, TurnRecord
+from rose.pool.objections import Objections
+from rose.pool.outage import Outage
+from rose.pool.search import Search
+from rose.pool.sources import TokenSource
+from rose.pool.starvation import Starvation
+from rose.pool.statistics import Recorder
+from rose.pool.turns import Attempt, Progress, TurnRecord
 from rose.pool.waiting import TrajectoryMemory, WaitingQueue
 from rose.types import (
     EngineKind,
@@ -51,14 +62,6 @@ from rose.types import (
     TurnResult,
 )
 
-_WAITED_FOR = {
-    WaitReason.NO_READY_ENGINE: "a ready engine",
-    WaitReason.VERSION: "an engine with the weight version that it asks for",
-    WaitReason.CIRCUIT: "an engine that was left alone after it failed or was busy",
-    WaitReason.SLOTS: "a free slot on an engine (cap_per_engine)",
-    WaitReason.KV: "room in an engine's KV memory",
-}
-
 
 class PoolState:
     """Turns, engines and reservations of one pool.
@@ -67,16 +70,24 @@ class PoolState:
         engines: The membership, its routing index and accounts.
         lifecycle: What happens to engines.
         live: Turns that are not settled, by number.
+        recorder: Counts what became of turns and tokens.
     """
 
     def __init__(self, config: PoolConfig, *, name: str, seed: int) -> None:
         self.engines = Membership(config, Random(seed))
         self.live: dict[int, TurnRecord] = {}
+        self.recorder = Recorder()
         self._config = config
         self._name = name
+        self._rng = Random(seed)
         self._open: dict[int, Attempt] = {}
         self._waiting = WaitingQueue()
         self._memory = TrajectoryMemory(config.max_trajectories)
+        self._groups = GroupBreaker(config)
+        self._objections = Objections(self.engines, self._groups)
+        self._outage = Outage(self.engines, config.no_engine_timeout_s)
+        self._search = Search(self._waiting, self.engines.index, self._objections)
+        self._starvation = Starvation(self.engines, config.starve_s)
         self._numbers = itertools.count()
         self._timers = Timers(self._is_timer_needed)
         self._actions: list[Action] = []
@@ -85,28 +96,52 @@ class PoolState:
 
     # What the caller of a turn does.
 
-    def submit(self, turn: Turn, waiter: Any, now_s: float) -> TurnRecord:
-        """Take a turn in."""
+    def submit(self, turn: Turn, waiter: Any, now_s: float, *, source: TokenSource | None = None) -> TurnRecord:
+        """Take a turn in. ``source`` gives its tokens, in place of the engines' own streams."""
         number = next(self._numbers)
+        known = self._memory.known(turn.trajectory_id)
         record = TurnRecord(
             turn=turn,
             number=number,
             order=self._memory.order(turn.trajectory_id, turn.group_id, number),
             arrived_s=now_s,
             queued_s=now_s,
-            affinity=self._memory.last_engine(turn.trajectory_id),
+            affinity=known.last_engine,
+            avoid=self.engines.still_stalled(known.stalls),
+            progress=Progress(
+                left_tokens=remaining_tokens(
+                    self._config.routing, num_made=known.num_made_tokens, num_context=len(turn.prompt_ids)
+                ),
+                num_context_tokens=known.num_context_tokens,
+            ),
+            oldest=known.oldest,
             waiter=waiter,
+            source=source,
         )
-        self._waiting.add(record)
+        self.engines.take_seat(record.affinity, turn.trajectory_id, now_s)
         self.live[number] = record
         if turn.deadline_s is not None:
             self._timers.set(now_s + turn.deadline_s, TimerKind.DEADLINE, number)
+        try:
+            self._enqueue(record, now_s)
+        except BaseException:
+            self._withdraw(record, now_s)  # nobody would wait for it
+            raise
         return record
 
     def cancel(self, record: TurnRecord, now_s: float) -> None:
         """Drop a turn that its caller no longer wants; a no-op once it is settled."""
         if self._withdraw(record, now_s):
             self._journal.failed(record, "cancelled", now_s)
+            self.recorder.failed("cancelled", len(record.token_ids))
+
+    def abort_trajectory(self, trajectory_id: str, now_s: float) -> int:
+        """End the live turns of a trajectory as aborted, with the tokens that they have; returns how many there were."""
+        records = [record for record in self.live.values() if record.turn.trajectory_id == trajectory_id]
+        for record in records:
+            self._withdraw(record, now_s)
+            self._settle(record, record.result(FinishReason.ABORTED), now_s)
+        return len(records)
 
     # What a stream brings.
 
@@ -183,14 +218,25 @@ class PoolState:
                 self._check_stall(self._open[subject], now_s)
             elif kind is TimerKind.DEADLINE:
                 self._miss_deadline(self.live[subject], now_s)
+            elif kind is TimerKind.REST:
+                self._enqueue(self.live[subject], now_s)
+            elif kind is TimerKind.OUTAGE:
+                self._give_up_on_engines(now_s)
             elif subject.circuit.tick(now_s):
                 self.engines.refresh(subject)
 
     def plan(self, now_s: float) -> tuple[list[Action], list[PoolEvent]]:
         """Route every turn that can go now; returns the I/O to do, in order, and what there is to tell."""
-        while len(self._waiting) and self.engines.index.has_open_engine():
-            if not self._route_next(now_s):
-                break
+        self.engines.pace.now_s = now_s
+        if self._outage.look(now_s):
+            self._set_outage_timer(self._waiting)
+        self._relieve_starved(now_s)
+        self._route_all(now_s)
+        if (starved := self._starvation.record) is not None and not self._waiting.has(starved):
+            self._relieve_starved(now_s)  # it found room elsewhere, so its engine is open again
+            self._route_all(now_s)
+        if len(self._waiting):
+            self._starvation.look(self._waiting.heads(), now_s)
         actions, self._actions = self._actions, []
         return actions, self._journal.take()
 
@@ -202,41 +248,68 @@ class PoolState:
 
     def waiting_reasons(self) -> Counter[WaitReason]:
         """Count the waiting turns by what they wait for."""
-        reasons: Counter[WaitReason] = Counter()
-        for head in self._waiting.heads():
-            decision = self.engines.index.choose(head.view())
-            # An engine that takes the first but not the others has no KV room for these.
-            reason = decision.reason if isinstance(decision, Wait) else WaitReason.KV
-            reasons[reason] += self._waiting.num_unfit(head, self._room_for(head))
-        return +reasons
+        return self._search.reasons()
 
     # Below: one small step each.
 
+    def _enqueue(self, record: TurnRecord, now_s: float) -> None:
+        """Put a turn into the queue, or settle it if it is not to run."""
+        record.queued_s = now_s
+        record.max_context_tokens = self.engines.max_context_tokens
+        done = record.finish_reason_so_far()
+        error = None if done is not None else self._objections.find(record, now_s)
+        if done is not None:
+            self._settle(record, record.result(done), now_s)
+        elif error is not None:
+            self._fail_turn(record, error, now_s)
+        else:
+            self._waiting.add(record)
+            self._set_outage_timer([record])
+
+    def _relieve_starved(self, now_s: float) -> None:
+        """Route the turn that an engine was kept free for, once it has room."""
+        starved = self._starvation.record
+        if starved is None:
+            return
+        record = self._starvation.relieve(is_waiting=self._waiting.has(starved))
+        if record is not None and isinstance(decision := self.engines.index.choose(record.view()), Assign):
+            self._assign(record, decision, now_s)
+
+    def _set_outage_timer(self, records: Iterable[TurnRecord]) -> None:
+        if (due_s := self._outage.earliest_due_s(records)) < math.inf:
+            self._timers.set(due_s, TimerKind.OUTAGE, None)
+
+    def _give_up_on_engines(self, now_s: float) -> None:
+        """Fail the turns that waited through an outage for too long."""
+        for record in self._waiting:
+            if self._outage.due_s(record) <= now_s + TIME_EPSILON_S:
+                self._waiting.remove(record)
+                error = failures.no_engine(record, self.engines.members.values(), self._config.no_engine_timeout_s)
+                self._fail_turn(record, error, now_s)
+        self._set_outage_timer(self._waiting)
+
+    def _route_all(self, now_s: float) -> None:
+        while len(self._waiting) and self.engines.index.has_open_engine():
+            if not self._route_next(now_s):
+                break
+
     def _route_next(self, now_s: float) -> bool:
         """Move the first turn in the queue that need not wait; returns whether there was one."""
-        record = min(self._waiting.heads(), key=_order)
-        decision = self.engines.index.choose(record.view())
-        if isinstance(decision, Wait):
-            movable = [first for head in self._waiting.heads() if (first := self._first_movable(head)) is not None]
-            if not movable:
-                return False
-            record = min(movable, key=_order)
-            decision = self.engines.index.choose(record.view())
+        found = self._search.next()
+        if found is None:
+            return False
+        record, decision = found
         if isinstance(decision, Assign):
             self._assign(record, decision, now_s)
         else:
             self._give_up_version(record, now_s)
         return True
 
-    def _first_movable(self, head: TurnRecord) -> TurnRecord | None:
-        """Return the first turn in the line of ``head`` that an engine has room for; any, once their version is gone."""
-        return head if self._is_version_gone(head) else self._waiting.first_fitting(head, self._room_for(head))
-
-    def _room_for(self, record: TurnRecord) -> Sizes:
-        return self.engines.index.room(record.versions, is_dedicated_only=record.is_dedicated_only)
-
     def _assign(self, record: TurnRecord, decision: Assign, now_s: float) -> None:
         self._waiting.remove(record)
+        if (error := self._objections.find_stale(record)) is not None:
+            self._fail_turn(record, error, now_s)
+            return
         number = next(self._numbers)
         attempt = Attempt(
             record=record,
@@ -245,20 +318,21 @@ class PoolState:
             reason=decision.reason,
             number=number,
             last_progress_s=now_s,
+            assigned_s=now_s,
         )
         record.attempt = self._open[number] = attempt
         self.engines.hold(attempt.member, attempt, now_s)
         self._timers.set(now_s + self._config.stall_s, TimerKind.STALL, number)
         self._actions.append(StartAttempt(attempt))
         self._journal.assigned(attempt, now_s)
+        self.recorder.assigned(attempt)
 
     def _note_progress(self, attempt: Attempt, taken: int, now_s: float) -> bool:
         """Count tokens; returns whether a first token closed the engine's circuit."""
         member = attempt.member
         is_first = attempt.num_tokens == 0
-        attempt.num_tokens += taken
+        self.engines.note_tokens(attempt, taken)
         attempt.last_progress_s = member.last_token_s = now_s
-        member.account.num_tokens += taken
         if is_first and member.circuit.succeed():
             self.engines.refresh(member)
             return True
@@ -268,6 +342,7 @@ class PoolState:
         """Act on the finish reason that the engine gave."""
         record = attempt.record
         if reason is FinishReason.EVICTED:
+            attempt.member.slots.evicted(len(attempt.member.held), now_s)
             self._pause_member(attempt.member, attempt.member.circuit.busy(now_s))
             self._move_on(attempt, HopEnd.EVICTED, now_s, is_over=True)
         elif reason is not FinishReason.ABORTED:
@@ -297,39 +372,19 @@ class PoolState:
 
     def _check_stall(self, attempt: Attempt, now_s: float) -> None:
         member = attempt.member
-        due_s = attempt.last_progress_s + self._config.stall_s
-        if member.state is EngineState.UPDATING:
-            due_s = now_s + self._config.stall_s
-        elif attempt.num_tokens == 0 and member.last_token_s > now_s - self._config.stall_s:
-            due_s = max(
-                due_s, attempt.last_progress_s + self._config.first_token_s
-            )  # it waits for its place, nothing stands
-            due_s = min(due_s, max(now_s, member.last_token_s) + self._config.stall_s)
+        due_s = retries.stall_due_s(attempt, self._config, now_s, prefill_s=self.engines.pace.prefill_s)
         if due_s > now_s + TIME_EPSILON_S:
             self._timers.set(due_s, TimerKind.STALL, attempt.number)
             return
         if member.last_token_s <= attempt.last_progress_s:
             self._pause_member(member, member.circuit.fail(now_s))
+        self._memory.note_stalled(attempt.record.turn.trajectory_id, attempt.engine_id, now_s)
         self._move_on(attempt, HopEnd.STALLED, now_s)
 
     def _miss_deadline(self, record: TurnRecord, now_s: float) -> None:
-        doing = self._describe(record)
+        doing = self._objections.describe(record, is_waiting=self._waiting.has(record))
         self._withdraw(record, now_s)
-        message = (
-            f"turn of trajectory {record.turn.trajectory_id!r} was not done after {record.turn.deadline_s} s: "
-            f"{len(record.token_ids)} of {record.turn.sampling.max_tokens} tokens after {len(record.hops)} attempts; "
-            f"{doing}"
-        )
-        self._fail_turn(record, DeadlineExceededError(message), now_s)
-
-    def _describe(self, record: TurnRecord) -> str:
-        """Say where a live turn is, or what it waits for."""
-        if record.attempt is not None:
-            return f"it was on engine {record.attempt.engine_id!r}"
-        decision = self.engines.index.choose(record.view())
-        return (
-            f"it waited for {_WAITED_FOR[decision.reason]}" if isinstance(decision, Wait) else "its turn had just come"
-        )
+        self._fail_turn(record, failures.too_late(record, doing), now_s)
 
     def _move_on(self, attempt: Attempt, ended: HopEnd, now_s: float, *, is_over: bool = False, why: str = "") -> None:
         """End an attempt before its turn is done: the turn is queued again, unless it turns out to be complete."""
@@ -340,19 +395,21 @@ class PoolState:
         record.moved_by = ended
         record.last_error = why or record.last_error
         record.avoid.add(attempt.engine_id)
-        done = record.finish_reason_so_far()
-        if done is not None:
-            self._settle(record, record.result(done), now_s)
-        elif record.num_busy > self._config.max_busy or record.num_fruitless >= self._config.max_hops:
-            self._fail_turn(record, _too_many_hops(record), now_s)
+        self.recorder.moved(ended)
+        has_used_up = record.num_busy > self._config.max_busy or record.num_fruitless >= self._config.max_hops
+        if has_used_up and record.finish_reason_so_far() is None:
+            self._fail_turn(record, failures.too_many_hops(record), now_s)
+        elif (rest_s := retries.rest_s(record, self._config, self._rng)) > 0:
+            self._timers.set(now_s + rest_s, TimerKind.REST, record.number)
         else:
-            record.queued_s = now_s
-            self._waiting.add(record)
+            self._enqueue(record, now_s)
 
     def _end(self, attempt: Attempt, ended: HopEnd, now_s: float, *, is_over: bool) -> None:
         """Close an attempt. ``is_over``: the stream ended by itself, so there is nothing to stop."""
         attempt.is_open = False
         attempt.record.attempt = None
+        if ended is HopEnd.FINISHED:
+            self.engines.learn(attempt, now_s)
         del self._open[attempt.number]
         hop = Hop(engine_id=attempt.engine_id, reason=attempt.reason, num_tokens=attempt.num_tokens, ended=ended)
         attempt.record.hops.append(hop)
@@ -376,33 +433,44 @@ class PoolState:
 
     def _settle(self, record: TurnRecord, result: TurnResult, now_s: float) -> None:
         self.live.pop(record.number, None)
-        self._memory.note_finished(record.turn.trajectory_id, result.hops[-1].engine_id)
+        if result.hops:
+            self._memory.note_finished(
+                record.turn.trajectory_id,
+                result.hops[-1].engine_id,
+                num_made_tokens=len(result.token_ids),
+                num_context_tokens=record.num_prompt_tokens,
+                oldest=record.oldest_so_far,
+            )
+            self.engines.keep_seat(result.hops[-1].engine_id, record.turn.trajectory_id, now_s)
+        if result.finish_reason is not FinishReason.ABORTED:
+            self._groups.succeed(record.turn.group_id)
+        self.recorder.finished(result, self.engines.version)
         self._actions.append(SettleTurn(record, result))
         self._journal.finished(record, result, now_s)
 
     def _fail_turn(self, record: TurnRecord, error: RoseError, now_s: float) -> None:
         self.live.pop(record.number, None)
+        error.partial = record.result(FinishReason.ABORTED)
         self._actions.append(SettleTurn(record, error))
         self._journal.failed(record, str(error), now_s)
+        self.recorder.failed(type(error).__name__, len(record.token_ids))
+        is_its_own = isinstance(error, RequestRefusedError) or record.is_suspect
+        if is_its_own and self._groups.fail(record.turn.group_id, str(error), now_s):
+            self._drop_waiting(record.turn.group_id, now_s)
 
-    def _is_version_gone(self, record: TurnRecord) -> bool:
-        """Tell whether ready engines have a wrong version, and none will ever have the right one."""
-        index = self.engines.index
-        is_out_of_reach = record.pinned is not None and record.pinned.run != index.run
-        if not is_out_of_reach and not index.is_out_of_reach(record.versions):
-            return False
-        return index.choose(record.view()) == Wait(WaitReason.VERSION)
+    def _drop_waiting(self, group_id: str, now_s: float) -> None:
+        """Fail the turns of a group that are not on an engine; the others may yet finish."""
+        for record in [each for each in self.live.values() if each.turn.group_id == group_id and each.attempt is None]:
+            self._withdraw(record, now_s)
+            self._fail_turn(record, self._objections.find(record, now_s) or failures.too_many_hops(record), now_s)
 
     def _give_up_version(self, record: TurnRecord, now_s: float) -> None:
         self._waiting.remove(record)
         if record.pinned is not None:
             self._settle(record, record.result(FinishReason.ABORTED), now_s)
             return
-        message = (
-            f"turn of trajectory {record.turn.trajectory_id!r} asks for {record.turn.versions}, but every engine is past "
-            f"that: the pool is at {self.engines.version}; ask for a current version"
-        )
-        self._fail_turn(record, TurnFailedError(message, tuple(record.hops)), now_s)
+        error = self._objections.find_version(record) or failures.version_gone(record, self.engines.version)
+        self._fail_turn(record, error, now_s)
 
     def _pause_member(self, member: Member, retry_at_s: float) -> None:
         self._timers.set(retry_at_s, TimerKind.CIRCUIT, member)
@@ -413,21 +481,11 @@ class PoolState:
             return subject in self._open
         if kind is TimerKind.DEADLINE:
             return subject in self.live
+        if kind is TimerKind.REST:
+            return subject in self.live and self.live[subject].attempt is None
+        if kind is TimerKind.OUTAGE:
+            return len(self._waiting) > 0
         return self.engines.members.get(subject.engine_id) is subject
-
-
-def _order(record: TurnRecord) -> tuple[int, int, int]:
-    return record.order
-
-
-def _too_many_hops(record: TurnRecord) -> TurnFailedError:
-    ends = Counter(hop.ended.value for hop in record.hops)
-    last_error = f"; the last error: {record.last_error}" if record.last_error else ""
-    message = (
-        f"turn of trajectory {record.turn.trajectory_id!r} was given up after {len(record.hops)} attempts "
-        f"({', '.join(f'{count} {end}' for end, count in ends.items())}); see its hops{last_error}"
-    )
-    return TurnFailedError(message, tuple(record.hops))
 
 
 def _name_error(error: Exception) -> str:

@@ -3,9 +3,9 @@
 Invariants:
 
 * Every attempt has a fresh request id; a trajectory's id never reaches an engine.
-* One budget: over all attempts a turn collects at most ``sampling.max_tokens`` tokens. The next attempt's prompt is the
-  turn's prompt and every token so far, its ``max_tokens`` is the rest.
-* ``logprobs`` is as long as ``token_ids``, or empty when not asked for. Spans cover labelled tokens in order, and
+* One budget: over all attempts a turn collects at most ``sampling.max_tokens`` tokens, or what the longest context of the engines
+  leaves. The next attempt's prompt is the turn's prompt and every token so far, its ``max_tokens`` is the rest.
+* ``logprobs`` is as long as ``token_ids``, each the log of a probability, or empty when not asked for. Spans cover labelled tokens in order, and
   neighbours of one version are one span.
 * At most one attempt of a turn is open. A chunk of a closed attempt is discarded, whenever it comes.
 * A turn is settled once: with one result or with one error.
@@ -13,12 +13,15 @@ Invariants:
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import attrs
 
+from rose.checks import shown
 from rose.errors import EngineError
 from rose.policies.routing import TurnView
+from rose.policies.staleness import older
 from rose.types import (
     EngineId,
     EngineRequest,
@@ -38,15 +41,34 @@ from rose.types import (
 
 if TYPE_CHECKING:
     from rose.pool.membership import Member
+    from rose.pool.sources import TokenSource
 
 
-Demand = tuple[VersionConstraint, bool, str | None]
-"""What a turn asks of engines apart from room: versions, dedicated ones only, and the run that it is pinned to if any."""
+_FAILED = frozenset({HopEnd.LOST, HopEnd.REFUSED, HopEnd.STALLED})
+
+Demand = tuple[VersionConstraint, bool, str | None, bool, bool]
+"""What a turn asks of engines apart from room: versions, dedicated ones only, the run that it is pinned to if any, to begin, and
+whether it waits for its version."""
+
+
+@attrs.frozen(kw_only=True)
+class Progress:
+    """How far a trajectory was when its turn came.
+
+    ``left_tokens``: what it is expected to make yet; ``num_context_tokens``: what its last engine may have kept of its prompt.
+    """
+
+    left_tokens: float = 0.0
+    num_context_tokens: int = 0
 
 
 @attrs.define(kw_only=True, eq=False)
 class Attempt:
-    """One request to one engine. ``is_open`` until it ended or the pool gave it up; ``is_started`` once it may be known there."""
+    """One request to one engine. ``is_open`` until it ended or the pool gave it up; ``is_started`` once it may be known there.
+
+    ``load_tokens``: the context of all the engine's turns when this one came; ``num_fresh_tokens``: prompt tokens that the engine
+    has to compute, as far as the pool knows.
+    """
 
     record: TurnRecord
     member: Member
@@ -54,6 +76,9 @@ class Attempt:
     reason: RouteReason
     number: int
     last_progress_s: float
+    assigned_s: float = 0.0
+    load_tokens: int = 0
+    num_fresh_tokens: int = 0
     num_tokens: int = 0
     is_open: bool = True
     is_started: bool = False
@@ -71,9 +96,10 @@ class Attempt:
 
 @attrs.define(kw_only=True, eq=False)
 class TurnRecord:
-    """A turn that is in the pool's hands. ``waiter`` belongs to the caller of the state core.
+    """A turn that is in the pool's hands. ``waiter`` belongs to the caller of the state core, ``source`` to its shell.
 
-    It ``is_suspect`` once an engine failed it with an error that says as much about the request as about the engine.
+    It ``is_suspect`` once an engine failed it with an error that says as much about the request as about the engine. ``oldest`` is the
+    oldest version of the tokens that the trajectory had before.
     """
 
     turn: Turn
@@ -82,12 +108,16 @@ class TurnRecord:
     arrived_s: float
     queued_s: float
     affinity: EngineId | None = None
+    oldest: WeightVersion | None = None
+    max_context_tokens: int | None = None
     waiter: Any = None
+    source: TokenSource | None = None
     token_ids: list[int] = attrs.field(factory=list)
     logprobs: list[float] = attrs.field(factory=list)
     spans: list[VersionSpan] = attrs.field(factory=list)
     hops: list[Hop] = attrs.field(factory=list)
     attempt: Attempt | None = None
+    progress: Progress = attrs.field(factory=Progress)
     avoid: set[EngineId] = attrs.field(factory=set)
     moved_by: HopEnd | None = None
     pinned: WeightVersion | None = None
@@ -97,8 +127,9 @@ class TurnRecord:
 
     @property
     def num_left_tokens(self) -> int:
-        """Return what is left of the turn's token budget."""
-        return self.turn.sampling.max_tokens - len(self.token_ids)
+        """Return what is left of the turn's token budget and of the context; at most 0 once there is no room."""
+        left = self.turn.sampling.max_tokens - len(self.token_ids)
+        return left if self.max_context_tokens is None else min(left, self.max_context_tokens - self.num_prompt_tokens)
 
     @property
     def num_busy(self) -> int:
@@ -111,6 +142,24 @@ class TurnRecord:
         return sum(hop.num_tokens == 0 and hop.ended is not HopEnd.BUSY for hop in self.hops)
 
     @property
+    def num_fruitless_in_a_row(self) -> int:
+        """Return how many attempts failed one after the other without a token, busy answers and evictions not counted."""
+        count = 0
+        for hop in reversed(self.hops):
+            if hop.num_tokens or hop.ended not in _FAILED:
+                break
+            count += 1
+        return count
+
+    @property
+    def oldest_so_far(self) -> WeightVersion | None:
+        """Return the oldest version of the trajectory's tokens, those of this turn included."""
+        oldest = self.oldest
+        for span in self.spans:
+            oldest = older(oldest, span.version)
+        return oldest
+
+    @property
     def versions(self) -> VersionConstraint:
         """Return which versions the next attempt may run on."""
         return self.turn.versions if self.pinned is None else Exactly(self.pinned.n)
@@ -118,7 +167,8 @@ class TurnRecord:
     @property
     def demand(self) -> Demand:
         """Return what the next attempt asks of engines apart from room."""
-        return self.versions, self.is_dedicated_only, None if self.pinned is None else self.pinned.run
+        run = None if self.pinned is None else self.pinned.run
+        return self.versions, self.is_dedicated_only, run, self.affinity is None, self.turn.waits_for_version
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -131,6 +181,7 @@ class TurnRecord:
             versions=self.versions,
             num_prompt_tokens=self.num_prompt_tokens,
             num_new_tokens=self.num_left_tokens,
+            num_left_tokens=self.progress.left_tokens,
             affinity=self.affinity,
             avoid=self.avoid,
             moved_by=self.moved_by,
@@ -143,28 +194,29 @@ class TurnRecord:
         A seed moves on with the tokens made, or a continuation would draw with the random numbers of its beginning.
         """
         sampling = self.turn.sampling
-        if not self.token_ids:
+        done, left = len(self.token_ids), self.num_left_tokens
+        if left == sampling.max_tokens:
             return EngineRequest(request_id=request_id, prompt_ids=self.turn.prompt_ids, sampling=sampling)
-        done = len(self.token_ids)
         seed = None if sampling.seed is None else sampling.seed + done
         return EngineRequest(
             request_id=request_id,
-            prompt_ids=(*self.turn.prompt_ids, *self.token_ids),
-            sampling=attrs.evolve(sampling, max_tokens=sampling.max_tokens - done, seed=seed),
+            prompt_ids=self.turn.prompt_ids + tuple(self.token_ids),
+            sampling=attrs.evolve(sampling, max_tokens=left, seed=seed),
         )
 
     def take(self, chunk: TokenChunk, version: WeightVersion | None) -> int:
         """Append a chunk's tokens, at most what the budget leaves; returns how many were taken.
 
         Raises:
-            EngineError: The log-probs do not match the tokens; nothing was taken.
+            EngineError: The log-probs do not match the tokens or are no log-probs; nothing was taken.
         """
         token_ids = chunk.token_ids
-        taken = min(len(token_ids), self.num_left_tokens)
+        taken = min(len(token_ids), max(0, self.num_left_tokens))
         if self.turn.sampling.logprobs:
             if len(chunk.logprobs) != len(token_ids):
                 message = f"{len(token_ids)} tokens came with {len(chunk.logprobs)} log-probs"
                 raise EngineError(message)
+            _check_logprobs(chunk.logprobs)
             self.logprobs.extend(chunk.logprobs[:taken])
         self._extend_spans(version, len(self.token_ids), len(self.token_ids) + taken)
         self.token_ids.extend(token_ids[:taken])
@@ -183,7 +235,7 @@ class TurnRecord:
         """Return why the turn is complete although its engine did not say so, or ``None`` when it is not."""
         if self.token_ids and self.token_ids[-1] in self.turn.sampling.stop_token_ids:
             return FinishReason.STOP
-        return FinishReason.LENGTH if self.num_left_tokens == 0 else None
+        return FinishReason.LENGTH if self.num_left_tokens <= 0 else None
 
     def result(self, finish_reason: FinishReason) -> TurnResult:
         """Return the turn's result with what it has collected."""
@@ -194,3 +246,18 @@ class TurnRecord:
             versions=tuple(self.spans),
             hops=tuple(self.hops),
         )
+
+
+def _check_logprobs(logprobs: tuple[float, ...]) -> None:
+    """Refuse what is no log of a probability; a missing one must never be filled in."""
+    value: Any = None
+    try:
+        for value in logprobs:
+            if not -math.inf < value <= 0:
+                break
+        else:
+            return
+    except TypeError:
+        pass  # None, for instance
+    message = f"a token came with a log-prob that is no log of a probability: {shown(value)}"
+    raise EngineError(message)

@@ -18,8 +18,9 @@ from collections.abc import Iterator
 import attrs
 
 from rose.policies.ordered import OrderedRoom, Sizes
+from rose.policies.staleness import older
 from rose.pool.turns import Demand, TurnRecord
-from rose.types import EngineId
+from rose.types import EngineId, WeightVersion
 
 Order = tuple[int, int, int]
 
@@ -52,7 +53,7 @@ class WaitingQueue:
 
     def remove(self, record: TurnRecord) -> bool:
         """Take a turn out; returns whether it was in. What it asks for must not have changed since it was added."""
-        if self._records.get(record.order) is not record:
+        if not self.has(record):
             return False
         del self._records[record.order]
         line = self._lines[record.demand]
@@ -60,6 +61,10 @@ class WaitingQueue:
         if not len(line):
             del self._lines[record.demand]
         return True
+
+    def has(self, record: TurnRecord) -> bool:
+        """Tell whether this very turn waits."""
+        return self._records.get(record.order) is record
 
     def heads(self) -> list[TurnRecord]:
         """Return the first turn of each line."""
@@ -79,9 +84,27 @@ class WaitingQueue:
 
 
 @attrs.define
-class _Trajectory:
+class Known:
+    """What is remembered of one trajectory.
+
+    Attributes:
+        last_engine: The engine of its last finished turn.
+        num_turns: How many turns of it finished.
+        num_made_tokens: Tokens that those made.
+        num_context_tokens: Prompt and answer of the last one, which its engine may have cached.
+        oldest: The oldest version that made a token of it.
+        stalls: Engines that stalled it and when; who finds one well again deletes it.
+    """
+
     last_engine: EngineId | None = None
     num_turns: int = 0
+    num_made_tokens: int = 0
+    num_context_tokens: int = 0
+    oldest: WeightVersion | None = None
+    stalls: dict[EngineId, float] = attrs.field(factory=dict)
+
+
+_UNKNOWN = Known()
 
 
 class TrajectoryMemory:
@@ -89,7 +112,7 @@ class TrajectoryMemory:
 
     def __init__(self, max_entries: int) -> None:
         self._max_entries = max_entries
-        self._trajectories: OrderedDict[str, _Trajectory] = OrderedDict()
+        self._trajectories: OrderedDict[str, Known] = OrderedDict()
         self._groups: OrderedDict[str, int] = OrderedDict()
 
     def order(self, trajectory_id: str, group_id: str, number: int) -> tuple[int, int, int]:
@@ -101,16 +124,34 @@ class TrajectoryMemory:
         known = self._trajectories.get(trajectory_id)
         return (group_start, -known.num_turns if known else 0, number)
 
-    def last_engine(self, trajectory_id: str) -> EngineId | None:
-        """Return the engine of the trajectory's last finished turn."""
-        known = self._trajectories.get(trajectory_id)
-        return known.last_engine if known else None
+    def known(self, trajectory_id: str) -> Known:
+        """Return what is known of a trajectory; nothing but ``stalls`` is to be changed."""
+        return self._trajectories.get(trajectory_id, _UNKNOWN)
 
-    def note_finished(self, trajectory_id: str, engine_id: EngineId) -> None:
-        """Remember that a turn of the trajectory finished on ``engine_id``."""
-        known = self._trajectories.setdefault(trajectory_id, _Trajectory())
-        self._trajectories.move_to_end(trajectory_id)
+    def note_stalled(self, trajectory_id: str, engine_id: EngineId, now_s: float) -> None:
+        """Remember that a turn of the trajectory stalled on ``engine_id``."""
+        self._remember(trajectory_id).stalls[engine_id] = now_s
+
+    def note_finished(
+        self,
+        trajectory_id: str,
+        engine_id: EngineId,
+        *,
+        num_made_tokens: int = 0,
+        num_context_tokens: int = 0,
+        oldest: WeightVersion | None = None,
+    ) -> None:
+        """Remember that a turn of the trajectory finished on ``engine_id``; see ``Known`` for the rest."""
+        known = self._remember(trajectory_id)
         known.num_turns += 1
+        known.num_made_tokens += num_made_tokens
+        known.num_context_tokens = num_context_tokens
         known.last_engine = engine_id
+        known.oldest = older(known.oldest, oldest)
+
+    def _remember(self, trajectory_id: str) -> Known:
+        known = self._trajectories.setdefault(trajectory_id, Known())
+        self._trajectories.move_to_end(trajectory_id)
         if len(self._trajectories) > self._max_entries:
             self._trajectories.popitem(last=False)
+        return known

@@ -7,8 +7,9 @@ Life cycle of one sync:
    A relay that cannot be reached says nothing about the engines; they stay as they are.
    Borrowed engines whose loans would not pay for the bytes put it off (``PoolConfig.weight_pull``): they are stale until the next
    sync or the renewal of their lease.
-3. [POOL] when all have staged or failed: updating, so that no new turn comes; turns that may not run on the new version move.
-4. [ENGINE] all activate at the same time. One that cannot is fenced, its turns move; the others go on.
+3. [POOL] when the job's own engines have staged or failed: updating, so that no new turn comes; turns that may not run on the new
+   version move. A borrowed engine, which may stand behind a thin link, is waited for by nobody: it goes on when it has staged.
+4. [ENGINE] those activate at the same time. One that cannot is fenced, its turns move; the others go on.
 5. [POOL] acknowledged: ready, at the version of the activation.
 
 Invariants: one sync at a time; an engine never stays in updating, whatever happens to the sync; the version of the pool
@@ -158,13 +159,12 @@ class WeightSync:
         all_jobs = [_Job(member) for member in members if member.state in _UPDATABLE]
         put_off = await self._put_off(all_jobs, source)
         jobs = [job for job in all_jobs if job.engine_id not in put_off]
+        own = [job for job in jobs if job.member.kind is EngineKind.DEDICATED]
         async with asyncio.TaskGroup() as group:
+            group.create_task(self._bring(own, source))
             for job in jobs:
-                group.create_task(self._stage(job, source))
-        async with asyncio.TaskGroup() as group:
-            for job in jobs:
-                if job.update is not None and job.error is None:
-                    group.create_task(self._activate(job, job.update))
+                if job.member.kind is EngineKind.BORROWED:
+                    group.create_task(self._bring([job], source))
         await self._acknowledge(source)
         return SyncReport(
             activations={job.engine_id: job.activation for job in jobs if job.activation is not None},
@@ -172,6 +172,16 @@ class WeightSync:
             errors={job.engine_id: job.error for job in jobs if job.error is not None},
             put_off=put_off,
         )
+
+    async def _bring(self, jobs: Sequence[_Job], source: UpdateSource) -> None:
+        """Stage on all these engines, then activate on those that could."""
+        async with asyncio.TaskGroup() as group:
+            for job in jobs:
+                group.create_task(self._stage(job, source))
+        async with asyncio.TaskGroup() as group:
+            for job in jobs:
+                if job.update is not None and job.error is None:
+                    group.create_task(self._activate(job, job.update))
 
     async def _put_off(self, jobs: Sequence[_Job], source: UpdateSource) -> dict[EngineId, PullPlan]:
         """Return the borrowed engines that are not to fetch the version now, and keep turns away from those that need it."""

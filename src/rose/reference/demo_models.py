@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from rose.reference.environment import Environment
+from rose.reference.environment import Environment, longest_episode
 from rose.reference.fleet import BLOCK_TOKENS, SERVING_MAX_MODEL_LEN, SERVING_VOCAB, Models
 from rose.testing.models import make_qwen3
 
@@ -30,8 +30,7 @@ def make_serving_model(folder: Path, *, seed: int) -> Path:
 
 def policy_models(policy: Path, serving: Path, environment: type[Environment]) -> Models:
     """Return what engines must know of the two checkpoints."""
-    observation = len(environment().reset(0).split())
-    longest = 1 + environment.max_turns * (2 * observation + environment.max_tokens_per_turn)
+    longest = longest_episode(environment)
     return Models(
         policy=policy,
         serving=serving,

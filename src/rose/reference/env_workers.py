@@ -6,7 +6,8 @@ Life cycle of an episode
     3. [WORKER] plays them in order and answers one line with as many results; an environment that raises spoils its own result only.
     4. [WORKER] forgets an episode once it is done, or when told to ``drop`` it.
 
-Invariants: a trajectory stays on one process; a dead process fails the episodes it had and no others; nothing is pickled.
+Invariants: a trajectory stays on one process; a dead process fails the episodes it had and no others, and is started again for the
+next ones as often as allowed; nothing is pickled.
 """
 
 from __future__ import annotations
@@ -44,29 +45,25 @@ class EnvironmentPool:
         spec: ``module:Class`` of the environment.
         num_processes: How many processes share the episodes.
         timeout_s: Longest wait for one answer; a process that is later is ended, and its episodes fail.
+        max_restarts: How often processes that died are started again, all together.
 
     Raises:
         ConfigError: ``spec`` names no environment.
     """
 
-    def __init__(self, spec: str, *, num_processes: int = 2, timeout_s: float = 60.0) -> None:
+    def __init__(self, spec: str, *, num_processes: int = 2, timeout_s: float = 60.0, max_restarts: int = 0) -> None:
         load_environment(spec)
         self._spec, self._timeout_s = spec, timeout_s
         self._num_processes = num_processes
         self._lanes: list[_Lane] = []
         self._lane_of: dict[str, _Lane] = {}
+        self._num_restarts_left = max_restarts
+        self._restarting = asyncio.Lock()
 
     async def __aenter__(self) -> Self:
         try:
             for i in range(self._num_processes):
-                process = await WorkerProcess.start(
-                    __name__,
-                    [self._spec],
-                    name=f"environment worker {i}",
-                    error_type=EnvironmentFailedError,
-                    environ=_QUIET,
-                )
-                self._lanes.append(_Lane(process))
+                self._lanes.append(_Lane(await self._start(i)))
         except BaseException:
             await self.close()
             raise
@@ -77,12 +74,29 @@ class EnvironmentPool:
     ) -> None:
         await self.close()
 
+    async def _start(self, number: int) -> WorkerProcess:
+        return await WorkerProcess.start(
+            __name__,
+            [self._spec],
+            name=f"environment worker {number}",
+            error_type=EnvironmentFailedError,
+            environ=_QUIET,
+        )
+
+    async def _restart_dead(self) -> None:
+        async with self._restarting:
+            for number, lane in enumerate(self._lanes):
+                if lane.process.has_ended and self._num_restarts_left:
+                    self._num_restarts_left -= 1
+                    self._lanes[number] = _Lane(await self._start(number))
+
     async def reset(self, trajectory_id: str, seed: int) -> str:
         """Start an episode and return its first observation.
 
         Raises:
             EnvironmentFailedError: No process is left, or the environment raised.
         """
+        await self._restart_dead()
         living = [lane for lane in self._lanes if not lane.process.has_ended]
         if not living:
             message = (
@@ -147,6 +161,7 @@ class EnvironmentPool:
                 return await _post(lane, request)
         except TimeoutError as error:
             lane.process.kill()
+            await lane.process.close()
             operation, trajectory_id, _ = request
             message = (
                 f"{self._spec}: no answer to {operation} of {trajectory_id} within {self._timeout_s:g} s; "

@@ -49,6 +49,19 @@ class Environment(Protocol):
         """Take the policy's words of one turn; ``None`` when they hold no action (the turn passes without a move)."""
 
 
+def longest_episode(environment: type[Environment]) -> int:
+    """Return how many tokens the longest episode may take, the begin token included.
+
+    An environment may say so by ``max_episode_words``, observations and answers together; else its observations are taken to be no
+    longer than twice that of its first episode.
+    """
+    stated: int | None = getattr(environment, "max_episode_words", None)
+    if stated is not None:
+        return 1 + stated
+    observation = len(environment().reset(0).split())
+    return 1 + environment.max_turns * (2 * observation + environment.max_tokens_per_turn)
+
+
 @attrs.frozen(kw_only=True)
 class DemonstratedTurn:
     """One turn of a demonstration: the words seen and the words to answer."""

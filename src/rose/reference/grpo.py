@@ -1,19 +1,19 @@
 """GRPO's mathematics, without state and without importing torch: advantages, whole-batch shares, clipped surrogate.
 
-The gradient of a minibatch is the token mean over the *whole* minibatch, whatever the number of ranks and micro-batches:
-every share is divided by the minibatch's token count, which the planner puts beside it. All ranks run the same number of
+The gradient of a minibatch is a mean over the *whole* minibatch, whatever the number of ranks and micro-batches: over its
+tokens, or over its trajectories of each one's token mean. Every share is divided by the minibatch's divisor, which the planner puts beside it. All ranks run the same number of
 micro-batches (an empty one stands in where a rank has less), because each is a collective step of FSDP.
 """
 
 from __future__ import annotations
 
 import random
-import statistics
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import attrs
 
+from rose.reference.groups import advantages, by_group, is_flat
 from rose.reference.trajectory import Trajectory
 
 _STD_FLOOR = 1e-4
@@ -51,20 +51,14 @@ class Signal:
 
 def find_signal(trajectories: Sequence[Trajectory]) -> Signal:
     """Give each finished trajectory ``(reward - mean) / (std + 1e-4)`` of its group; groups of equal rewards are dropped."""
-    groups: dict[str, list[Trajectory]] = {}
-    for trajectory in trajectories:
-        members = groups.setdefault(trajectory.group_id, [])
-        if not trajectory.is_failed:
-            members.append(trajectory)
     samples: list[Sample] = []
     num_flat_groups = 0
-    for members in groups.values():
+    for members in by_group(trajectories).values():
         rewards = [member.reward for member in members]
-        if len(set(rewards)) < 2:  # noqa: PLR2004 - a spread needs two values
+        if is_flat(rewards):
             num_flat_groups += 1
             continue
-        mean, std = statistics.fmean(rewards), statistics.stdev(rewards)
-        samples += [_sample(member, (member.reward - mean) / (std + _STD_FLOOR)) for member in members]
+        samples += map(_sample, members, advantages(rewards, epsilon=_STD_FLOOR))
     return Signal(
         samples=tuple(sample for sample in samples if sample.num_tokens),
         num_flat_groups=num_flat_groups,
@@ -83,33 +77,46 @@ class Minibatch:
     """One optimizer step, shared out.
 
     Attributes:
-        num_tokens: Learned tokens over all ranks; the divisor of every share.
+        num_tokens: Learned tokens over all ranks.
+        divisor: Of every share: the tokens, or the trajectories where each of these weighs the same.
         shares: One a rank, each a list of micro-batches; equally many for every rank, some possibly empty.
     """
 
     num_tokens: int
+    divisor: int
     shares: tuple[tuple[tuple[Sample, ...], ...], ...]
 
 
 def plan_minibatches(
-    samples: Sequence[Sample], *, num_minibatches: int, num_ranks: int, micro_rows: int, seed: int
+    samples: Sequence[Sample],
+    *,
+    num_minibatches: int,
+    num_ranks: int,
+    micro_rows: int,
+    seed: int,
+    loss: Literal["token", "sequence"] = "token",
 ) -> list[Minibatch]:
     """Shuffle the samples into minibatches and share each over the ranks so that their tokens are about equal.
 
-    A minibatch without samples is left out, so an all-flat step gives no minibatch at all.
+    A minibatch without samples is left out, so an all-flat step gives no minibatch at all. With ``loss="sequence"`` a
+    trajectory's advantage is spread over its tokens; what the clip does is the same, since it compares products of one factor.
     """
     shuffled = list(samples)
     random.Random(seed).shuffle(shuffled)
     chunks = [shuffled[k::num_minibatches] for k in range(num_minibatches)]
-    return [_share_out(chunk, num_ranks, micro_rows) for chunk in chunks if chunk]
+    return [_share_out(chunk, num_ranks, micro_rows, loss) for chunk in chunks if chunk]
 
 
-def _share_out(samples: Sequence[Sample], num_ranks: int, micro_rows: int) -> Minibatch:
+def _share_out(samples: Sequence[Sample], num_ranks: int, micro_rows: int, loss: str) -> Minibatch:
+    num_tokens = sum(sample.num_tokens for sample in samples)
+    if loss == "sequence":
+        samples = [attrs.evolve(sample, advantage=sample.advantage / sample.num_tokens) for sample in samples]
     by_length = sorted(samples, key=lambda sample: len(sample.token_ids))
     rows = [by_length[rank::num_ranks] for rank in range(num_ranks)]
     num_micro = -(-max(map(len, rows)) // micro_rows)
     return Minibatch(
-        num_tokens=sum(sample.num_tokens for sample in samples),
+        num_tokens=num_tokens,
+        divisor=num_tokens if loss == "token" else len(samples),
         shares=tuple(
             tuple(tuple(mine[i * micro_rows : (i + 1) * micro_rows]) for i in range(num_micro)) for mine in rows
         ),

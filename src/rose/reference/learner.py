@@ -87,7 +87,7 @@ class Learner:
         surrogates: list[list[Surrogate]] = []
         norms: list[float] = []
         for minibatch in minibatches:
-            micro = [self._backward(rows, minibatch["num_tokens"]) for rows in minibatch["micro"]]
+            micro = [self._backward(rows, minibatch["divisor"]) for rows in minibatch["micro"]]
             surrogates.append(micro)
             norms.append(self._step(self._optimizer))
         return _report(surrogates, norms)
@@ -152,7 +152,7 @@ class Learner:
         self._step(optimizer)
         return self._sum_over_data(loss_sum.item()) / num_tokens
 
-    def _backward(self, rows: Sequence[dict[str, Any]], num_tokens: int) -> Surrogate:
+    def _backward(self, rows: Sequence[dict[str, Any]], divisor: int) -> Surrogate:
         """Add the gradient of one micro-batch. Data ranks are averaged over, hence the factor; an empty one adds zeros."""
         rows = rows or [{"ids": [BOS_ID, BOS_ID], "mask": [0, 0], "logprobs": [0.0, 0.0], "advantage": 0.0}]
         grpo = self._config.grpo
@@ -164,7 +164,7 @@ class Learner:
             clip_low=grpo.clip_low,
             clip_high=grpo.clip_high,
         )
-        (-surrogate.objective_sum * (self._side.num_data_ranks / num_tokens)).backward()
+        (-surrogate.objective_sum * (self._side.num_data_ranks / divisor)).backward()
         return attrs.evolve(surrogate, objective_sum=surrogate.objective_sum.detach())
 
     def _step(self, optimizer: torch.optim.AdamW) -> float:

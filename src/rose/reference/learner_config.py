@@ -37,7 +37,7 @@ class WarmStartConfig:
 
 @attrs.frozen(kw_only=True)
 class GrpoConfig:
-    """Token-mean clipped surrogate against the engines' own log-probs; no KL term, no entropy bonus.
+    """Clipped surrogate against the engines' own log-probs; no KL term, no entropy bonus.
 
     Attributes:
         lr: Default learning rate of AdamW (betas 0.9 and 0.95, no weight decay).
@@ -45,6 +45,7 @@ class GrpoConfig:
         clip_low, clip_high: The ratio counts within ``[1 - clip_low, 1 + clip_high]``.
         max_gradient_norm: Global norm to which the gradient is clipped.
         micro_rows: Trajectories of one forward pass on one rank.
+        loss: What weighs the same in a minibatch: every ``token``, or every trajectory (``sequence``).
     """
 
     lr: float = attrs.field(default=5e-4, validator=_POSITIVE)
@@ -53,6 +54,7 @@ class GrpoConfig:
     clip_high: float = attrs.field(default=0.28, validator=_POSITIVE)
     max_gradient_norm: float = attrs.field(default=1.0, validator=_POSITIVE)
     micro_rows: int = attrs.field(default=32, validator=_AT_LEAST_ONE)
+    loss: Literal["token", "sequence"] = attrs.field(default="token", validator=v.in_(("token", "sequence")))
 
 
 @attrs.frozen(kw_only=True)

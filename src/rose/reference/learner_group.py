@@ -144,6 +144,7 @@ class LearnerGroup:
             num_minibatches=num_minibatches or grpo.num_minibatches,
             num_ranks=self._config.num_data_ranks,
             micro_rows=grpo.micro_rows,
+            loss=grpo.loss,
             seed=derive_seed("minibatches", self._config.seed, self._num_train_steps),
         )
         self._num_train_steps += 1
@@ -249,7 +250,7 @@ def _share(minibatches: Sequence[Minibatch], rank: int, lr: float) -> dict[str, 
         "lr": lr,
         "minibatches": [
             {
-                "num_tokens": minibatch.num_tokens,
+                "divisor": minibatch.divisor,
                 "micro": [[_plain(sample) for sample in rows] for rows in minibatch.shares[rank]],
             }
             for minibatch in minibatches

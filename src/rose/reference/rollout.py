@@ -2,7 +2,8 @@
 
 Invariants: token ids are kept as the engine gave them and never made again from text; a token has a log-prob exactly when
 the policy made it; every request's seed follows from (run seed, label, group, trajectory, turn), so where and when a turn
-runs does not choose its tokens; a trajectory that cannot be finished comes back marked as failed, it never takes others along.
+runs does not choose its tokens; a trajectory that fills the context of the engines ends there with the turns it has; one that
+cannot be finished comes back marked as failed, it never takes others along.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import attrs
 from rose.errors import RoseError, TurnFailedError
 from rose.interfaces.clock import Clock
 from rose.reference.environment import Environment, Step
+from rose.reference.groups import GroupBook, StepGroups
 from rose.reference.tokenizer import BOS_ID, WordTokenizer
 from rose.reference.trajectory import Trajectory, TrajectoryPlan, TurnRecord, derive_seed
 from rose.types import AnyVersion, FinishReason, Sampling, Turn, TurnResult, VersionConstraint, VersionSpan
@@ -45,6 +47,8 @@ class RolloutContext:
         generate: Answers one turn; raises a ``RoseError`` when the turn cannot be finished.
         action_ids: The tokens that end a turn.
         temperature: 0 is greedy. Log-probs are those of the sampling distribution at 1 only.
+        deadline_s: Longest wait for one turn, on the pool's clock.
+        trajectory_timeout_s: A trajectory that takes longer on the event loop's time has failed; its episode is dropped.
     """
 
     generate: Generate
@@ -57,6 +61,7 @@ class RolloutContext:
     temperature: float = 1.0
     versions: VersionConstraint = attrs.field(factory=AnyVersion)
     deadline_s: float | None = None
+    trajectory_timeout_s: float | None = None
 
     @classmethod
     def of(
@@ -125,12 +130,16 @@ async def run_trajectory(context: RolloutContext, plan: TrajectoryPlan) -> Traje
     """Play one episode to its end; a ``RoseError`` on the way gives a failed trajectory with the turns made so far."""
     record = _Record(plan, context.clock.now())
     try:
-        observation = await context.episodes.reset(plan.trajectory_id, plan.environment_seed)
-        while not record.is_done and len(record.turns) < context.max_turns:
-            record.add_observation(context.tokenizer.encode(observation))
-            observation = await _play_turn(context, record)
+        async with asyncio.timeout(context.trajectory_timeout_s):
+            observation = await context.episodes.reset(plan.trajectory_id, plan.environment_seed)
+            while not record.is_done and len(record.turns) < context.max_turns:
+                record.add_observation(context.tokenizer.encode(observation))
+                observation = await _play_turn(context, record)
     except RoseError as error:
         return record.finish(context.clock.now(), failure=f"{type(error).__name__}: {error}")
+    except TimeoutError:
+        limit = f"not done after trajectory_timeout_s = {context.trajectory_timeout_s:g}"
+        return record.finish(context.clock.now(), failure=f"TimeoutError: {limit}, {len(record.turns)} turns made")
     finally:
         if not record.is_done:
             await _drop(context, plan)
@@ -148,6 +157,8 @@ async def _play_turn(context: RolloutContext, record: _Record) -> str:
     started_s, num_prompt_tokens = context.clock.now(), len(record.token_ids)
     result = await context.generate(_next_turn(context, record))
     _check(record.plan, result)
+    if not result.hops and result.finish_reason is FinishReason.LENGTH:
+        return await _truncate(context, record)
     record.add_answer(result)
     has_action = bool(result.token_ids) and result.token_ids[-1] in context.action_ids
     record.turns.append(
@@ -165,6 +176,13 @@ async def _play_turn(context: RolloutContext, record: _Record) -> str:
     record.reward += step.reward
     record.is_done = step.is_done
     return step.observation
+
+
+async def _truncate(context: RolloutContext, record: _Record) -> str:
+    """End a trajectory whose prompt has filled the context of every engine: what it has counts, its episode is given up."""
+    await _drop(context, record.plan)
+    record.is_done = True
+    return ""
 
 
 def _next_turn(context: RolloutContext, record: _Record) -> Turn:
@@ -216,3 +234,26 @@ async def rollout_step(
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(run(plan), name=plan.trajectory_id) for plan in plans]
     return [task.result() for task in tasks]
+
+
+async def rollout_groups(
+    context: RolloutContext,
+    book: GroupBook,
+    *,
+    on_finished: Callable[[Trajectory], None] | None = None,
+) -> StepGroups:
+    """Run the groups of a step at once, and whatever the book wants in place of those that failed or teach nothing."""
+    async with asyncio.TaskGroup() as group:
+
+        def launch(plans: Sequence[TrajectoryPlan]) -> None:
+            for plan in plans:
+                group.create_task(run(plan), name=plan.trajectory_id)
+
+        async def run(plan: TrajectoryPlan) -> None:
+            trajectory = await run_trajectory(context, plan)
+            if on_finished is not None:
+                on_finished(trajectory)
+            launch(book.take(trajectory))
+
+        launch(book.start())
+    return book.result()

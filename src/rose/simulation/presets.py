@@ -16,6 +16,7 @@ from rose.errors import ConfigError
 from rose.simulation.scenario import (
     Algorithm,
     ClusterConfig,
+    DapoMode,
     LinkConfig,
     LoopConfig,
     RolloutConfig,
@@ -87,7 +88,7 @@ _SET_UPS = {
 
 _LOOPS = {
     "grpo": LoopConfig(algorithm=Algorithm.GRPO),
-    "dapo": LoopConfig(algorithm=Algorithm.DAPO, max_demand=5.7),
+    "dapo": LoopConfig(algorithm=Algorithm.DAPO, dapo=DapoMode.INFLIGHT, max_demand=5.7),
     "async": LoopConfig(algorithm=Algorithm.ASYNC, num_steps=3, max_staleness=1),
 }
 

@@ -16,6 +16,7 @@ from rose.policies.weight_pull import ClusterSnapshot, PullAction, PullCandidate
 from rose.pool import EngineAccount, RolloutPool, WeightPull
 from rose.simulation.outcome import StepOutcome
 from rose.simulation.rollouts import TrajectoryRecord, TrajectoryRunner
+from rose.simulation.scenario import DapoMode
 from rose.simulation.strategies import Strategy
 from rose.simulation.supply import Supply
 from rose.simulation.trajectories import GroupPlan, TrajectoryPlan, TrajectorySource
@@ -151,6 +152,7 @@ async def run_grpo(job: Job, num_steps: int) -> None:
         plans = trajectories_of([job.source.group(step, index) for index in range(job.num_groups)])
         begun_s = job.now()
         job.world.open_window()
+        job.pool.expect(len(plans))
         async with job.supply.lend(job.world, job.pool):
             records = await job.runner.run_all(plans)
             rollout_s = job.now() - begun_s
@@ -161,13 +163,13 @@ async def run_grpo(job: Job, num_steps: int) -> None:
 
 
 async def run_dapo(job: Job, num_steps: int) -> None:
-    """As GRPO, but groups whose rewards are all alike are made up for, in rounds of a batch or, early, as soon as there is room."""
+    """As GRPO, but groups whose rewards are all alike are made up for, in the scenario's way or early where the strategy says so."""
+    mode = DapoMode.INFLIGHT if job.strategy.starts_early else job.world.scenario.loop.dapo
     for step in range(num_steps):
         begun_s = job.now()
         job.world.open_window()
         async with job.supply.lend(job.world, job.pool):
-            sample = _sample_early if job.strategy.starts_early else _sample_in_rounds
-            records, num_groups, floor_s = await sample(job, step)
+            records, num_groups, floor_s = await _SAMPLERS[mode](job, step)
             rollout_s = job.now() - begun_s
             job.world.close_window(begun_s)
         job.floors_s.append(floor_s)
@@ -184,10 +186,22 @@ async def _sample_in_rounds(job: Job, step: int) -> tuple[list[TrajectoryRecord]
         groups = [job.source.group(step, num_started + i) for i in range(job.num_groups)]
         num_started += len(groups)
         plans = trajectories_of(groups)
+        job.pool.expect(len(plans))
         records += await job.runner.run_all(plans)
         num_informative += sum(group.is_informative for group in groups)
         floor_s += max(job.alone_s(plan) for plan in plans)
     return records, num_started, floor_s
+
+
+async def _sample_known(job: Job, step: int) -> tuple[list[TrajectoryRecord], int, float]:
+    """Start as many groups as will be needed at once, and wait for all."""
+    groups: list[GroupPlan] = []
+    num_informative = 0
+    while num_informative < job.num_groups:
+        groups.append(job.source.group(step, len(groups)))
+        num_informative += groups[-1].is_informative
+    plans = trajectories_of(groups)
+    return await job.runner.run_all(plans), len(groups), max(job.alone_s(plan) for plan in plans)
 
 
 async def _sample_early(job: Job, step: int) -> tuple[list[TrajectoryRecord], int, float]:
@@ -217,6 +231,13 @@ async def _sample_early(job: Job, step: int) -> tuple[list[TrajectoryRecord], in
         if running:
             await asyncio.wait(running)
     return records, num_started, floor_s
+
+
+_SAMPLERS = {
+    DapoMode.ROUNDS: _sample_in_rounds,
+    DapoMode.KNOWN: _sample_known,
+    DapoMode.INFLIGHT: _sample_early,
+}
 
 
 async def run_async(job: Job, num_steps: int) -> None:

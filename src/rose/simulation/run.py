@@ -135,7 +135,11 @@ async def _run(scenario: Scenario, strategy: Strategy, seed: int, loop: VirtualL
 
 def _pool_config(scenario: Scenario, strategy: Strategy) -> PoolConfig:
     cap = scenario.rollout.cap_per_gpu * profile_named(scenario.rollout.profile).num_gpus
-    routing = RoutingConfig(cap_per_engine=cap if strategy.is_capped else _UNCAPPED)
+    routing = RoutingConfig(
+        cap_per_engine=cap if strategy.is_capped else _UNCAPPED,
+        rule=strategy.routing,
+        max_context_tokens=scenario.rollout.max_context_tokens // scenario.rollout.resolution_tokens,
+    )
     return PoolConfig(
         routing=routing,
         stall_s=_STALL_S if strategy.is_capped else _PATIENT_S,

@@ -23,6 +23,19 @@ class Algorithm(enum.Enum):
     ASYNC = "async"
 
 
+class DapoMode(enum.Enum):
+    """How DAPO comes to enough groups whose rewards differ.
+
+    ``rounds``: a batch, and more batches until there are enough. ``known``: as many groups as will be needed are known and started at
+    once, all are waited for. ``inflight``: groups are started as soon as there is room, the step ends once enough are whole and
+    drops the rest, which prefers short ones (a bias).
+    """
+
+    ROUNDS = "rounds"
+    KNOWN = "known"
+    INFLIGHT = "inflight"
+
+
 class Tail(enum.Enum):
     """How "P75 of the trajectories are done by 30 % of the rollout time" is read, and so how the tail is fitted."""
 
@@ -139,6 +152,7 @@ class LoopConfig:
         train_s: What training one batch takes; ``None``: so that the fixed baseline has ``rollout_share``.
         rollout_share: The fixed baseline's share of a step spent in rollouts, where ``train_s`` is not given.
         max_staleness: Versions that an asynchronous loop may lag behind.
+        dapo: DAPO: how groups are started.
         max_demand: DAPO: a step needs up to this many times the batch's groups.
     """
 
@@ -147,6 +161,7 @@ class LoopConfig:
     train_s: float | None = attrs.field(default=None, validator=checks.optional(checks.number(at_least=0, at_most=1e6)))
     rollout_share: float = attrs.field(default=0.8, validator=checks.number(above=0, at_most=1))
     max_staleness: int = attrs.field(default=1, validator=checks.integer(0))
+    dapo: DapoMode = attrs.field(default=DapoMode.ROUNDS, validator=checks.instance(DapoMode))
     max_demand: float = attrs.field(default=5.7, validator=checks.number(at_least=1))
 
 

@@ -10,14 +10,16 @@ import asyncio
 import contextlib
 import math
 from collections.abc import AsyncIterator
+from functools import partial
 
 import attrs
 
 from rose.backends.paced.profiles import kv_pool_bytes
-from rose.coserving.lender import Lender
+from rose.coserving.lender import LeaseChange, LeaseEvent, Lender
 from rose.errors import ConfigError, EngineLostError
 from rose.policies.admission import AdmissionConfig, Mode, Slo
 from rose.policies.compute import ChunkConfig
+from rose.policies.demand import DemandConfig, DemandTracker
 from rose.policies.lending import LendingConfig
 from rose.policies.memory import MemoryConfig, possible_budget
 from rose.pool import Borrower, RolloutPool
@@ -65,6 +67,7 @@ class SharedEngine:
 
     engine: ModelledEngine
     rule: CoservingRule
+    held: Held | None = None
 
 
 @attrs.define(eq=False)
@@ -77,12 +80,15 @@ class CoservingSupply(Supply):
         headroom_fraction: Of the KV pool, free for serving; ``None``: 2 GB a GPU.
         has_whole_chunks: Prefill in chunks of 512 tokens however long they take (the paper); otherwise a rollout step lasts at
             most 16 ms for a TPOT SLO of 150 ms, and in proportion.
+        demand: How the job's demand is followed; ``None``: it holds all that it is granted for the whole phase.
     """
 
     mode: Mode = Mode.SLO
     memory_rule: MemoryRule = MemoryRule.HEADROOM
     headroom_fraction: float | None = None
     has_whole_chunks: bool = False
+    demand: DemandConfig | None = attrs.field(factory=DemandConfig)
+    _tracker: DemandTracker | None = None
     _parts: dict[DeviceId, SharedEngine] = attrs.field(factory=dict)
     _lender: Lender | None = None
 
@@ -98,6 +104,8 @@ class CoservingSupply(Supply):
             LendingConfig(quota=world.num_lent),
             self.mode,
         )
+        self._lender.subscribe(partial(self._account, world))
+        self._tracker = None if self.demand is None else DemandTracker(self.demand)
 
     def _build_one(self, world: World, index: int) -> SharedEngine:
         pool_bytes = kv_pool_bytes(world.scenario.cluster.kv_memory_fraction, world.serving, world.rollout)
@@ -128,22 +136,24 @@ class CoservingSupply(Supply):
 
     @contextlib.asynccontextmanager
     async def lend(self, world: World, pool: RolloutPool) -> AsyncIterator[None]:
-        """Borrow every device that the lender grants."""
+        """Borrow what the job has use for and the lender grants."""
         if self._lender is None or not self._parts:
             yield
             return
-        held = []
         for part in self._parts.values():
             part.rule.note_job_step()
-            part.engine.asleep_s = wake_s(world)
-            held.append(world.hold(part.engine.asleep_s))
         engines = {device_id: part.engine for device_id, part in self._parts.items()}
-        try:
-            async with Borrower(self._lender, pool, engines, job=_JOB, clock=world.clock):
-                yield
-        finally:
-            for each in held:
-                world.let_go(each)
+        async with Borrower(self._lender, pool, engines, job=_JOB, clock=world.clock, demand=self._tracker):
+            yield
+
+    def _account(self, world: World, event: LeaseEvent) -> None:
+        """Keep a device's account; whenever it is granted its model has to become active."""
+        part = self._parts[event.lease.device_id]
+        if event.change is LeaseChange.GRANTED:
+            part.engine.asleep_s = wake_s(world)
+            part.held = world.hold(part.engine.asleep_s)
+        elif event.change not in (LeaseChange.RENEWED, LeaseChange.REVOKING) and part.held is not None:
+            world.let_go(part.held)
 
 
 @contextlib.asynccontextmanager

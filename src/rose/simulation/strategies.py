@@ -14,6 +14,7 @@ import attrs
 
 from rose.errors import ConfigError
 from rose.policies.admission import Mode
+from rose.policies.routing import RoutingRule
 from rose.simulation.guest_memory import MemoryRule
 from rose.simulation.scenario import Algorithm
 from rose.simulation.shared_supply import CoservingSupply, PartitionSupply, SwitchSupply, WholeSupply
@@ -34,6 +35,7 @@ class Strategy:
         looks_at_kv: The router knows the engines' KV memory; otherwise engines preempt when it runs out.
         algorithm: The outer loop, where it is not the scenario's.
         starts_early: DAPO: more groups are started as soon as there is room, not in rounds.
+        routing: How the pool compares engines.
     """
 
     name: str
@@ -45,10 +47,18 @@ class Strategy:
     looks_at_kv: bool = True
     algorithm: Algorithm | None = None
     starts_early: bool = False
+    routing: RoutingRule = RoutingRule.PAPER
 
 
 def _policy(name: str, summary: str, supply: Callable[[], Supply], *, starts_early: bool = False) -> Strategy:
-    return Strategy(name=name, kind="policy", summary=summary, supply=supply, starts_early=starts_early)
+    return Strategy(
+        name=name,
+        kind="policy",
+        summary=summary,
+        supply=supply,
+        starts_early=starts_early,
+        routing=RoutingRule.VALUE,
+    )
 
 
 def _baseline(
@@ -63,8 +73,8 @@ def _baseline(
 
 
 # Boot times are such that allocation takes about the share of the held time that the paper reports (7 % and 15 to 26 %) on rollouts of
-# some 300 s; spot instances are to be had half of the time.
-_SPOT = RentedSupply(name="spot", boot_s=20.0, mean_up_s=600.0, mean_down_s=600.0, warning_s=5.0)
+# some 300 s; spot instances are to be had three quarters of the time and live for 20 minutes.
+_SPOT = RentedSupply(name="spot", boot_s=20.0, mean_up_s=1200.0, mean_down_s=400.0, warning_s=5.0)
 _SERVERLESS = RentedSupply(name="function", boot_s=60.0, limit_s=900.0)
 
 STRATEGIES: dict[str, Strategy] = {
@@ -78,10 +88,11 @@ STRATEGIES: dict[str, Strategy] = {
             is_capped=False,
             looks_at_kv=False,
         ),
-        _policy(
-            "paper",
-            "the published rules: start while both slacks are positive, a fifth of KV memory kept free, one cut to half",
-            lambda: CoservingSupply(
+        Strategy(
+            name="paper",
+            kind="policy",
+            summary="the published rules: start while both slacks are positive, a fifth of KV memory kept free, one cut to half",
+            supply=lambda: CoservingSupply(
                 mode=Mode.PAPER, memory_rule=MemoryRule.PUBLISHED, headroom_fraction=0.2, has_whole_chunks=True
             ),
         ),

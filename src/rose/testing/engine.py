@@ -165,6 +165,7 @@ class FakeEngine(ServingEngine):
             weight_version=self.weight_version,
             is_paused=self._is_paused or self._is_asleep,
             read_at_s=self.clock.now(),
+            max_context_tokens=self.max_model_len,
         )
 
     async def pause(self, mode: PauseMode) -> None:

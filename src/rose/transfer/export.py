@@ -24,7 +24,7 @@ from rose.transfer.delta import as_rows, byte_view
 from rose.transfer.kernels import Sum
 from rose.transfer.layout import bits_dtype, num_bytes, rows_of, whole_box
 from rose.transfer.manifest import Manifest, tensor_sums
-from rose.transfer.relay import POINTER, ManifestReader, plan_update, read_map, version_of_key
+from rose.transfer.relay import POINTER, ManifestReader, keys_back, plan_update, read_map, version_of_key
 from rose.transfer.sink import ArraySink
 from rose.transfer.subscriber import Subscriber
 from rose.types import WeightUpdate, WeightVersion
@@ -143,7 +143,7 @@ def find_update(transport: Transport, version: WeightVersion | None, *, pointer:
         assert newest is not None  # noqa: S101 - the pointer names it
         return newest
     read = ManifestReader(transport).read
-    keys = [each for each in _keys_back(read, key) if _has_anchor(read, each)]
+    keys = [each for each in keys_back(read, key) if _has_anchor(read, each)]
     place = next((i for i, each in enumerate(keys) if version_of_key(each) == version), None)
     if place is None:
         retained = ", ".join(str(version_of_key(each)) for each in reversed(keys))
@@ -152,18 +152,6 @@ def find_update(transport: Transport, version: WeightVersion | None, *, pointer:
     anchor_key = read(keys[place]).anchor_key
     chain = [each for each in keys[place:] if version_of_key(each).n > version_of_key(anchor_key).n]
     return WeightUpdate(target=version, manifest_keys=(anchor_key, *reversed(chain)), address=transport.address())
-
-
-def _keys_back(read: Callable[[str], Manifest], key: str) -> Iterator[str]:
-    """Yield the keys of the retained versions, newest first."""
-    found: str | None = key
-    while found is not None:
-        try:
-            manifest = read(found)
-        except BlobNotFoundError:
-            return
-        yield found
-        found = manifest.base_key
 
 
 def _has_anchor(read: Callable[[str], Manifest], key: str) -> bool:

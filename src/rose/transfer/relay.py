@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import TypeVar
 
@@ -118,6 +118,18 @@ class ManifestReader:
 
     def _fetch(self, key: str) -> Manifest:
         return read_manifest(self.transport, key)
+
+
+def keys_back(read: Callable[[str], Manifest], key: str) -> Iterator[str]:
+    """Yield the keys of the retained versions, newest first."""
+    found: str | None = key
+    while found is not None:
+        try:
+            manifest = read(found)
+        except BlobNotFoundError:
+            return
+        yield found
+        found = manifest.base_key
 
 
 def plan_update(

@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 import pytest_asyncio
 
@@ -326,6 +327,17 @@ async def test_a_second_executor_of_a_folder_is_refused(tmp_path: Path):
         with pytest.raises(ConfigError, match="end it first"):
             stop(config.run_dir)
     async with executor.executing(config, start=fake, say=lambda _: None) as (again, _):
+        await again.supervisor.wait_until_up()
+
+
+async def test_a_second_executor_of_a_device_is_refused_whatever_its_folder(tmp_path: Path):
+    config = attached(tmp_path)
+    other = attrs.evolve(config, run_dir=tmp_path / "another")
+    async with executor.executing(config, start=fake, say=lambda _: None):
+        with pytest.raises(ConfigError, match=r"another executor shares the device of ledger .*gpu0\.ledger; end it"):
+            async with executor.executing(other, start=fake, say=lambda _: None):
+                pass
+    async with executor.executing(other, start=fake, say=lambda _: None) as (again, _):
         await again.supervisor.wait_until_up()
 
 

@@ -18,9 +18,8 @@ from rose.policies.lending import (
     LendingConfig,
     plan_expiry,
     plan_grants,
-    plan_recalls,
-    plan_shares,
 )
+from rose.policies.recalls import plan_recalls, plan_shares
 from rose.types import DeviceId, JobId
 
 CONFIG = LendingConfig(ttl_s=5.0, quota=2, jobs={"big": JobTerms(quota=9)})
@@ -163,6 +162,25 @@ def test_who_is_behind_gets_the_odd_device_or_one_more_than_its_share() -> None:
     assert recalled(even, 60.0) == "b", "until it has caught up"
     assert recalled(even, 60.0, ahead_s=0.0) == "", "from who is ahead"
     assert recalled(odd, 60.0, ahead_s=-1.0) == "", "nobody who is behind gives"
+
+
+def recalled_whole(devices: list[DeviceUse], now_s: float, deficit_s: float = 0.0) -> str:
+    """Return what is asked back for an engine of job y over devices a and b."""
+    config = LendingConfig(min_hold_s=60.0)
+    pair = frozenset({DeviceId("a"), DeviceId("b")})
+    wishes = [Ask(job=JobId("y"), num_devices=2, devices=pair, is_whole=True)]
+    shares = plan_shares(config, devices, wishes)
+    leases = plan_recalls(config, devices, wishes, shares, {JobId("y"): deficit_s, JobId("x"): -deficit_s}, now_s)
+    return "".join(sorted(lease.device_id for lease in leases))
+
+
+def test_for_an_engine_over_several_devices_all_that_it_lacks_is_asked_back_or_nothing() -> None:
+    assert recalled_whole(lent("abcd", "x"), 60.0) == "ab"
+    assert recalled_whole([*lent("acd", "x"), use("b", 0.1)], 60.0) == "a", "the other one is free"
+    fresh = [*lent("acd", "x"), *lent("b", "x", granted_s=50.0)]
+    assert recalled_whole(fresh, 60.0) == "", "half of it would help nobody"
+    assert recalled_whole(lent("ab", "x"), 60.0) == "", "its share is one device"
+    assert recalled_whole(lent("ab", "x"), 60.0, deficit_s=60.0) == "ab", "it has its turn when it is behind"
 
 
 def test_weights_must_be_positive() -> None:

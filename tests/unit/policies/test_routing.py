@@ -143,8 +143,13 @@ def test_a_version_is_out_of_reach_once_every_engine_that_lives_is_past_it():
     index.put(engine("e", version=WeightVersion("r", 3), state=EngineState.LOST))
     assert index.is_out_of_reach(Exactly(3))
     assert not index.is_out_of_reach(Exactly(4))
-    index.put(engine("f", version=WeightVersion("r", 3), state=EngineState.DRAINING))
+    index.put(engine("f", version=WeightVersion("r", 3)))
     assert not index.is_out_of_reach(Exactly(3))
+    for state in (EngineState.DRAINING, EngineState.FENCED):
+        index.put(engine("f", version=WeightVersion("r", 3), state=state))
+        assert index.is_out_of_reach(Exactly(3)), "it takes no more turns at the version that it had"
+        assert not index.is_held(Exactly(3))
+    assert index.is_held(AtLeast(4))
     index.put(engine("f", version=WeightVersion("r", 3), state=EngineState.LOST))
     assert index.is_out_of_reach(Exactly(3)), "it was lost meanwhile"
     index.put(engine("f", version=WeightVersion("r", 3), state=EngineState.STALE))

@@ -15,7 +15,7 @@ from rose.coserving.lender import LeaseChange, Lender
 from rose.errors import TransportError
 from rose.policies.lending import LendingConfig
 from rose.pool import Borrower, EngineState, PoolConfig, RolloutPool, borrowing
-from rose.pool.borrowing import LocalLender
+from rose.pool.lease_source import LocalLender
 from rose.testing import FakeEngine, ManualClock
 from rose.types import DeviceId, EngineId, EngineKind, HopEnd, JobId, RequestId, Sampling, Turn
 
@@ -50,7 +50,7 @@ def lender(tmp_path: Path, clock: ManualClock, engines: Mapping[DeviceId, FakeEn
 
 
 def borrower(lender: Lender, pool: RolloutPool, engines: Mapping[DeviceId, FakeEngine], clock: ManualClock) -> Borrower:
-    return Borrower(lender, pool, engines, job=JobId("job"), clock=clock)
+    return Borrower(lender, pool, engines, job=JobId("job"), clock=clock, demand=None)
 
 
 def borrowed(pool: RolloutPool) -> dict[str, EngineState]:

@@ -29,7 +29,7 @@ class Site:
 
     def borrower(self, pool: RolloutPool, *devices: str) -> Borrower:
         chosen = {device: engine for device, engine in self.engines.items() if not devices or device in devices}
-        return Borrower(self.lender, pool, chosen, job=JOB, clock=self.clock)
+        return Borrower(self.lender, pool, chosen, job=JOB, clock=self.clock, demand=None)
 
     def lent(self) -> set[str]:
         return {lease.device_id for lease in self.lender.leases}

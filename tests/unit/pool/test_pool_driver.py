@@ -80,7 +80,7 @@ def test_an_engine_that_answers_in_time_stays_whatever_the_interval():
 @pytest.mark.parametrize("timeout_s", [3.0, 30.0])
 def test_a_reading_that_does_not_come_loses_the_engine_in_time_and_leaves_no_task(timeout_s):
     clock, events = ManualClock(), []
-    config = PoolConfig(reading_interval_s=7.0, reading_timeout_s=timeout_s)
+    config = PoolConfig(reading_interval_s=7.0, reading_timeout_s=timeout_s, rejoin_s=None)
 
     async def work():
         late = engine(clock, "a", reading_s=1000.0)

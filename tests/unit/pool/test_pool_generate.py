@@ -294,8 +294,8 @@ def test_what_borrowed_engines_refuse_fails_when_there_is_no_other():
 
 def test_a_refused_request_fails_at_once_with_the_engines_own_error():
     clock, events = ManualClock(), []
-    refusing, other = engine(clock, "a", max_model_len=3), engine(clock, "b", max_model_len=3)
-    with pytest.raises(RequestRefusedError, match="the prompt has 3 tokens"):
+    refusing, other = engine(clock, "a", vocab_size=3), engine(clock, "b", vocab_size=3)
+    with pytest.raises(RequestRefusedError, match="the prompt has token ids outside 0 to 2"):
         run_one(refusing, other, clock=clock, events=events)
     assert other.requests == refusing.aborted == []
     assert [event.num_hops for event in events if isinstance(event, TurnFailed)] == [1]

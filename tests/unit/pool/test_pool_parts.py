@@ -142,16 +142,16 @@ class TestTrajectoryMemory:
         memory.note_finished("c", EngineId("f"))
         assert memory.order("c", "g1", 2) == (0, -2, 2)
         assert memory.order("d", "g2", 3) == (1, 0, 3)
-        assert memory.last_engine("c") == "f"
-        assert memory.last_engine("d") is None
+        assert memory.known("c").last_engine == "f"
+        assert memory.known("d").last_engine is None
 
     def test_it_forgets_the_least_recently_used(self):
         memory = TrajectoryMemory(2)
         for number, name in enumerate("abac"):
             memory.order(name, name, number)
             memory.note_finished(name, EngineId(name))
-        assert memory.last_engine("b") is None
-        assert memory.last_engine("a") == "a"
+        assert memory.known("b").last_engine is None
+        assert memory.known("a").last_engine == "a"
         assert memory.order("b", "b", 9) == (9, 0, 9)
         assert memory.order("c", "c", 10) == (3, -1, 10)
 

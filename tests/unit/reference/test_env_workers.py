@@ -129,3 +129,28 @@ async def _steps(pool: EnvironmentPool, name: str):
     while not step.is_done:
         step = await pool.step(name, "up")
         yield step
+
+
+async def test_dead_processes_are_started_again_as_often_as_allowed():
+    async with EnvironmentPool(COUNT_DOWN, num_processes=2, max_restarts=2) as pool:
+        for name in ("a", "b"):
+            await pool.reset(name, 3)
+            with pytest.raises(EnvironmentFailedError, match="ended with code 3"):
+                await pool.step(name, "die")
+            await asyncio.gather(*(pool.reset(f"{name}{i}", 1) for i in range(4)))
+        assert sum(not lane.process.has_ended for lane in pool._lanes) == 2
+        for name in ("a0", "a1", "b0", "b1", "b2"):
+            with pytest.raises(EnvironmentFailedError):
+                await pool.step(name, "die")
+        with pytest.raises(EnvironmentFailedError, match="no environment process"):
+            await pool.reset("late", 1)
+
+
+async def test_a_process_that_hangs_is_ended_and_replaced():
+    async with EnvironmentPool(COUNT_DOWN, num_processes=1, timeout_s=5.0, max_restarts=1) as pool:
+        await pool.reset("a", 3)
+        pool._timeout_s = 0.1
+        with pytest.raises(EnvironmentFailedError, match="no answer to step of a within"):
+            await pool.step("a", "hang")
+        pool._timeout_s = 20.0
+        assert await pool.reset("b", 1) == "left "

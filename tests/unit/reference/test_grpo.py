@@ -132,3 +132,28 @@ def test_samples_are_values():
     one = sample(3)
     assert one == attrs.evolve(one)
     assert one.num_tokens == 1
+
+
+def test_the_divisor_says_what_weighs_the_same():
+    samples = [sample(6, 4), sample(6, 1)]
+    plan = {"num_minibatches": 1, "num_ranks": 1, "micro_rows": 8, "seed": 0}
+    (tokens,) = plan_minibatches(samples, **plan)
+    assert (tokens.num_tokens, tokens.divisor) == (5, 5)
+    (whole,) = plan_minibatches(samples, **plan, loss="sequence")
+    assert (whole.num_tokens, whole.divisor) == (5, 2)
+    rows = [row for micro in whole.shares[0] for row in micro]
+    sums = sorted(row.advantage * row.num_tokens / whole.divisor for row in rows)
+    assert sums == pytest.approx([0.5, 0.5]), "each trajectory has half of the step, however long it is"
+    parts = [row.advantage * row.num_tokens / tokens.divisor for micro in tokens.shares[0] for row in micro]
+    assert sorted(parts) == pytest.approx([0.2, 0.8])
+
+
+def test_spreading_an_advantage_does_not_change_what_is_clipped():
+    torch = pytest.importorskip("torch")
+    new, old = torch.tensor([[0.0, 0.5, -0.5]]), torch.zeros(1, 3)
+    mask = torch.tensor([[0.0, 1.0, 1.0]])
+    clips = {"clip_low": 0.2, "clip_high": 0.28}
+    whole = clipped_surrogate(new, old, torch.tensor([1.0]), mask, **clips)
+    spread = clipped_surrogate(new, old, torch.tensor([0.5]), mask, **clips)
+    assert int(whole.num_clipped) == int(spread.num_clipped) == 1
+    assert float(spread.objective_sum) == pytest.approx(float(whole.objective_sum) / 2)

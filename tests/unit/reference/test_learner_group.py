@@ -90,7 +90,7 @@ async def test_each_rank_gets_its_own_share(group: LearnerGroup):
     lines = [learner_group.json.loads((group._folder / f"rendezvous-train-{rank}").read_text()) for rank in (0, 1)]
     assert [line["lr"] for line in lines] == [0.25, 0.25]
     assert [len(line["minibatches"][0]["micro"][0]) for line in lines] == [2, 1]
-    assert {line["minibatches"][0]["num_tokens"] for line in lines} == {3}
+    assert {line["minibatches"][0]["divisor"] for line in lines} == {3}
 
 
 async def test_tensor_parallel_ranks_get_all_samples_and_count_once(

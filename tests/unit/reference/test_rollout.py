@@ -271,3 +271,13 @@ async def test_an_episode_that_never_ends_is_cut_at_the_turn_limit():
     done = await run_trajectory(context, PLAN)
     assert len(done.turns) == 3
     assert context.episodes.running == {}
+
+
+async def test_a_trajectory_that_fills_the_context_ends_with_the_turns_it_has():
+    """Case E01: no failure, no further request, nothing invented; the episode is given up."""
+    generate = Scripted(answer(DOWN), answer((), finish_reason=FinishReason.LENGTH, versions=(), hops=()))
+    context = make_context(generate)
+    done = await run_trajectory(context, PLAN)
+    assert (done.failure, len(done.turns), done.num_tokens, len(generate.turns)) == (None, 1, 1, 2)
+    assert context.episodes.running == {}
+    assert len(context.episodes.seen) == 1

@@ -15,6 +15,7 @@ from rose.simulation.loop import VirtualLoop
 from rose.simulation.presets import PRESETS
 from rose.simulation.rl_loops import Job, run_async, run_dapo, run_grpo
 from rose.simulation.rollouts import TrajectoryRecord
+from rose.simulation.scenario import DapoMode
 from rose.simulation.strategies import STRATEGIES
 from rose.simulation.supply import Supply
 from rose.simulation.trajectories import GroupPlan, TrajectoryPlan, TurnPlan
@@ -81,10 +82,12 @@ async def nothing(*_args: object, **_options: object) -> None:
     """Stand for a sync that takes no time."""
 
 
-def make_job(loop: VirtualLoop, runner: Runner, strategy: str = "default") -> Job:
+def make_job(loop: VirtualLoop, runner: Runner, strategy: str = "default", dapo: DapoMode = DapoMode.ROUNDS) -> Job:
     base = PRESETS["frozenlake-8b-dapo"]
     scenario = attrs.evolve(
-        base, rollout=attrs.evolve(base.rollout, num_trajectories=GROUPS, group_size=1, cap_per_gpu=9)
+        base,
+        rollout=attrs.evolve(base.rollout, num_trajectories=GROUPS, group_size=1, cap_per_gpu=9),
+        loop=attrs.evolve(base.loop, dapo=dapo),
     )
     world: Any = SimpleNamespace(
         scenario=scenario,
@@ -96,7 +99,7 @@ def make_job(loop: VirtualLoop, runner: Runner, strategy: str = "default") -> Jo
         open_window=lambda: None,
         close_window=lambda _begun_s: None,
     )
-    pool: Any = SimpleNamespace(sync_weights=nothing)
+    pool: Any = SimpleNamespace(sync_weights=nothing, expect=lambda _num_trajectories: None)
     source: Any = Source()
     played: Any = runner
     return Job(
@@ -180,6 +183,34 @@ def test_dapo_early_keeps_room_filled_and_stops_when_enough_groups_tell_somethin
         assert job.steps[0].rollout_s < 7
 
     loop.run(main())
+
+
+def test_dapo_that_knows_its_demand_starts_that_many_groups_at_once_and_waits_for_all() -> None:
+    loop, runner = VirtualLoop(), Runner()
+
+    async def main() -> None:
+        job = make_job(loop, runner, dapo=DapoMode.KNOWN)
+        await run_dapo(job, 1)
+        assert runner.most == runner.num_started == len(job.records) == 5  # the third group tells nothing
+        assert job.steps[0].demand == 5 / GROUPS
+        assert job.steps[0].rollout_s == max(plan.num_output_tokens for plan in plans_of(5))
+
+    loop.run(main())
+
+
+@pytest.mark.parametrize(("dapo", "num_started"), [(DapoMode.ROUNDS, 8), (DapoMode.KNOWN, 5), (DapoMode.INFLIGHT, 9)])
+def test_the_scenario_says_how_dapo_starts_groups(dapo: DapoMode, num_started: int) -> None:
+    loop, runner = VirtualLoop(), Runner()
+
+    async def main() -> None:
+        await run_dapo(make_job(loop, runner, dapo=dapo), 1)
+        assert runner.num_started >= num_started
+
+    loop.run(main())
+
+
+def plans_of(num_groups: int) -> list[TrajectoryPlan]:
+    return [Source().group(0, index).trajectories[0] for index in range(num_groups)]
 
 
 def test_an_asynchronous_loop_has_at_most_its_staleness_in_batches_under_way() -> None:

@@ -92,6 +92,9 @@ class EchoEngine(ServingEngine):
         if not all(0 <= token < self._vocab_size for token in request.prompt_ids):
             message = f"{self.engine_id} knows token ids 0 to {self._vocab_size - 1} only"
             raise RequestRefusedError(message)
+        if request.request_id in self._streams:
+            message = f"{self.engine_id} runs a request {request.request_id!r} already; every attempt needs a fresh id"
+            raise RequestRefusedError(message)
 
     def _check_open(self) -> None:
         if self._is_closed:

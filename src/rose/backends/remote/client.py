@@ -73,7 +73,7 @@ class HttpClient:
         Args:
             method: ``GET``, ``POST`` and so on.
             path: Begins with a slash.
-            body: Plain data, sent as JSON; nothing for ``None``.
+            body: Plain data, sent as JSON; nothing for ``None``. Bytes are JSON already.
             headers: Further headers.
             timeout_s: How long the answer may take; ``inf`` waits for ever.
 
@@ -103,7 +103,9 @@ class HttpClient:
         self, method: str, path: str, body: object, headers: Mapping[str, str] | None, limit_s: float
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         options: dict[str, Any] = {"headers": headers}
-        if body is not None:
+        if isinstance(body, bytes):
+            options |= {"data": body, "headers": {**(headers or {}), "Content-Type": "application/json"}}
+        elif body is not None:
             options["json"] = body
         try:
             async with (

@@ -25,6 +25,7 @@ from rose.interfaces import Clock, ServingEngine
 from rose.interfaces.serving import PauseMode, Slept, Woken
 from rose.types import (
     Activation,
+    EngineAddress,
     EngineId,
     EngineRequest,
     EngineSnapshot,
@@ -44,6 +45,8 @@ class RemoteEngine(ServingEngine):
         token: The bearer token, where the executor asks for one.
         timeout_s: How long readings and short commands may take.
         clock: For the time stamps of snapshots.
+        lease: The fencing tokens that ``set_lease`` would set, with commas between them.
+        incarnation: Which start of the executor's engine is meant; the one that ``snapshot`` meets first by default.
     """
 
     def __init__(
@@ -54,12 +57,15 @@ class RemoteEngine(ServingEngine):
         token: str | None = None,
         timeout_s: float = 10.0,
         clock: Clock | None = None,
+        lease: str | None = None,
+        incarnation: str | None = None,
     ) -> None:
         self.engine_id = EngineId(engine_id or url)
         self._client = HttpClient(url, token=token, timeout_s=timeout_s)
         self._clock = clock or MonotonicClock()
-        self._lease: str | None = None
-        self._incarnation: str | None = None
+        self._token = token
+        self._lease = lease
+        self._incarnation = incarnation
         self._lost: str | None = None
         self._version: WeightVersion | None = None
         self._is_asleep = False
@@ -71,6 +77,19 @@ class RemoteEngine(ServingEngine):
             fencing_tokens: The lease's; one a device for an engine over several, in the order of the executor's ledgers.
         """
         self._lease = ",".join(map(str, fencing_tokens)) or None
+
+    def address(self) -> EngineAddress:
+        """Return how another process reaches the engine, under the same lease. See ``SupportsAddress``."""
+        options = {
+            "url": self._client.url,
+            "engine_id": self.engine_id,
+            "token": self._token,
+            "lease": self._lease,
+            "incarnation": self._incarnation,
+        }
+        return EngineAddress(
+            name="remote", options=tuple((name, value) for name, value in options.items() if value is not None)
+        )
 
     @property
     def weight_version(self) -> WeightVersion | None:
@@ -92,14 +111,16 @@ class RemoteEngine(ServingEngine):
 
     async def _generate(self, request: EngineRequest) -> AsyncGenerator[TokenChunk, None]:
         self._check_found()
-        lines = self._client.lines("/v1/generate", wire.request_to_wire(request), headers=self._headers)
+        lines = self._client.lines("/v1/generate", wire.request_to_json(request), headers=self._headers)
+        num_seen = 0
         try:
             async with contextlib.aclosing(lines):
                 async for line in lines:
                     if isinstance(line, Mapping) and "error" in line:
                         raise wire.error_from_wire(line)
                     with self._understood():
-                        chunk = wire.chunk_from_wire(line)
+                        chunk = wire.chunk_after(line, num_seen)
+                    num_seen += len(chunk.token_ids)
                     yield chunk
                     if chunk.finish_reason is not None:
                         return

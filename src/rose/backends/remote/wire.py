@@ -7,8 +7,10 @@ a lease that is over, or with an outdated fencing token, is ``fenced``. A stream
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Mapping
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -33,6 +35,11 @@ _STATUS_OF = (
     (errors.ConfigError, 400),
     (errors.VersionConflictError, 409),
     (errors.EngineFencedError, 409),
+    (errors.VersionUnavailableError, 409),
+    (errors.StaleTrajectoryError, 409),
+    (errors.GroupDroppedError, 422),
+    (errors.NoEngineError, 503),
+    (errors.EngineUnsupportedError, 501),
     (errors.LedgerError, 503),
     (errors.DeadlineExceededError, 504),
 )
@@ -42,10 +49,15 @@ _BY_STATUS: Mapping[int, type[RoseError]] = {
     403: errors.ConfigError,
     422: RequestRefusedError,
     429: EngineBusyError,
+    501: errors.EngineUnsupportedError,
     502: EngineLostError,
     503: EngineBusyError,
     504: EngineLostError,
 }
+
+
+compact = json.JSONEncoder(separators=(",", ":")).encode
+"""Plain data as JSON text without spaces."""
 
 
 def error_name(kind: type[RoseError]) -> str:
@@ -87,10 +99,44 @@ def error_from_wire(data: Any, status: int = 500) -> RoseError:
 
 def request_to_wire(request: EngineRequest) -> dict[str, Any]:
     """Return a request as plain data."""
+    return {**_without_prompt(request), "prompt_ids": list(request.prompt_ids)}
+
+
+class PreparedIds:
+    """JSON text of prompts that are about to be sent, so that it can be made while something else is waited for.
+
+    A text belongs to one tuple, not to what is equal to it, and is used once; the oldest go.
+    """
+
+    def __init__(self, max_prompts: int) -> None:
+        self._max_prompts = max_prompts
+        self._texts: OrderedDict[int, tuple[Sequence[int], str]] = OrderedDict()
+
+    def prepare(self, ids: Sequence[int]) -> None:
+        """Make the text."""
+        self._texts[id(ids)] = (ids, compact(ids))
+        if len(self._texts) > self._max_prompts:
+            self._texts.popitem(last=False)
+
+    def take(self, ids: Sequence[int]) -> str:
+        """Return the text, the prepared one if there is one."""
+        known = self._texts.pop(id(ids), None)
+        return known[1] if known is not None and known[0] is ids else compact(ids)
+
+
+PREPARED = PreparedIds(256)
+
+
+def request_to_json(request: EngineRequest) -> bytes:
+    """Return a request as JSON text; its prompt as prepared, if it was."""
+    rest = compact(_without_prompt(request))
+    return f'{rest[:-1]},"prompt_ids":{PREPARED.take(request.prompt_ids)}}}'.encode()
+
+
+def _without_prompt(request: EngineRequest) -> dict[str, Any]:
     return {
         "request_id": request.request_id,
-        "prompt_ids": list(request.prompt_ids),
-        "sampling": attrs.asdict(request.sampling, value_serializer=_lists),
+        "sampling": _fields_of(request.sampling),
         "priority": request.priority,
     }
 
@@ -112,9 +158,11 @@ def request_from_wire(data: Any) -> EngineRequest:
         raise RequestRefusedError(message) from error
 
 
-def chunk_to_wire(chunk: TokenChunk) -> dict[str, Any]:
-    """Return a chunk as plain data, without what is empty."""
+def chunk_to_wire(chunk: TokenChunk, at: int | None = None) -> dict[str, Any]:
+    """Return a chunk as plain data, without what is empty; ``at`` is how many tokens of the stream came before it, where that is told."""
     data: dict[str, Any] = {"token_ids": chunk.token_ids}
+    if at is not None:
+        data["at"] = at
     if chunk.logprobs:
         data["logprobs"] = chunk.logprobs
     if chunk.version is not None:
@@ -135,6 +183,22 @@ def chunk_from_wire(data: Mapping[str, Any]) -> TokenChunk:
     )
 
 
+def chunk_after(data: Mapping[str, Any], num_seen: int) -> TokenChunk:
+    """Return a chunk without the tokens that were in earlier ones, of which ``num_seen`` came.
+
+    Raises:
+        ValueError: Tokens between those and the chunk are missing.
+    """
+    chunk, at = chunk_from_wire(data), int(data.get("at", num_seen))
+    if at > num_seen:
+        message = f"the stream goes on at token {at} after {num_seen} tokens"
+        raise ValueError(message)
+    known = num_seen - at
+    return (
+        chunk if not known else attrs.evolve(chunk, token_ids=chunk.token_ids[known:], logprobs=chunk.logprobs[known:])
+    )
+
+
 def version_from_wire(text: str | None) -> WeightVersion | None:
     """Return the version that a text names; ``None`` for none."""
     return None if text is None else WeightVersion.parse(text)
@@ -150,16 +214,22 @@ def snapshot_to_wire(snapshot: EngineSnapshot) -> dict[str, Any]:
 def snapshot_from_wire(data: Mapping[str, Any], read_at_s: float) -> EngineSnapshot:
     """Return the reading that ``snapshot_to_wire`` rendered, as of the reader's own time."""
     names = ("num_running", "num_waiting", "kv_used_tokens", "kv_total_tokens")
+    context = data.get("max_context_tokens")
     return EngineSnapshot(
         **{name: int(data[name]) for name in names},
         weight_version=version_from_wire(data["weight_version"]),
         is_paused=bool(data["is_paused"]),
         read_at_s=read_at_s,
+        max_context_tokens=None if context is None else int(context),
     )
 
 
-def _lists(_instance: object, _field: object, value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
+_SAMPLING = tuple(field.name for field in attrs.fields(Sampling))
+
+
+def _fields_of(sampling: Sampling) -> dict[str, Any]:
+    fields = {name: getattr(sampling, name) for name in _SAMPLING}
+    return fields | {"stop_token_ids": list(sampling.stop_token_ids)}
 
 
 def name_in(line: Mapping[str, Any]) -> str:

@@ -25,6 +25,7 @@ from rose.backends.vllm.options import VllmOptions
 from rose.backends.vllm.streams import RequestLimits, parse_label
 from rose.backends.vllm.wire import activation_from_wire, unwrap, update_to_wire
 from rose.clocks import MonotonicClock
+from rose.config import load
 from rose.errors import (
     CorruptUpdateError,
     EngineBusyError,
@@ -77,6 +78,15 @@ class VllmDriver(ServingEngine):
         engine = cls(options, clock=clock)
         await engine.start()
         return engine
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any], *, clock: Clock) -> Self:
+        """Make an engine, not started yet, from fields of ``VllmOptions`` as plain data.
+
+        Raises:
+            ConfigError: One line a wrong field.
+        """
+        return cls(load(VllmOptions, options), clock=clock)
 
     @abstractmethod
     async def start(self) -> None:
@@ -172,6 +182,7 @@ class VllmDriver(ServingEngine):
             weight_version=self._version,
             is_paused=bool(load["is_paused"]) or self._is_asleep,
             read_at_s=self._clock.now(),
+            max_context_tokens=None if self._limits is None else self._limits.max_model_len,
         )
 
     async def pause(self, mode: PauseMode) -> None:

@@ -33,7 +33,7 @@ from rose.hosts.http.executor_lease import HoldWatch, LeaseGate
 from rose.hosts.http.executor_metrics import ExecutorCollector
 from rose.hosts.http.executor_rollout import RolloutSupervisor
 from rose.hosts.http.executor_service import RolloutService
-from rose.hosts.http.executor_serving import ServingProcess, locked
+from rose.hosts.http.executor_serving import ServingProcess, locked, sole_executor
 from rose.hosts.http.server import Health, bind, make_app, parse_place, served
 from rose.interfaces import ServingEngine
 from rose.interfaces.clock import Clock
@@ -66,7 +66,7 @@ def prepared(config: ExecutorConfig) -> Iterator[tuple[socket.socket, Sequence[L
     """Bind the socket, take the folder's lock, open or make ledgers and clock; all that can be refused before a start.
 
     Raises:
-        ConfigError: Another executor has the folder, a ledger is another version's, or the folder cannot be used.
+        ConfigError: Another executor has the folder or a device, a ledger is another version's, or the folder cannot be used.
         TransportError: The port is taken.
     """
     with contextlib.ExitStack() as stack:
@@ -78,6 +78,8 @@ def prepared(config: ExecutorConfig) -> Iterator[tuple[socket.socket, Sequence[L
             ledgers = [_open_ledger(path) for path in config.device.ledgers]
         except LedgerError as error:
             raise ConfigError(str(error)) from error
+        for path in config.device.ledgers:
+            stack.enter_context(sole_executor(Path(path)))
         yield listener, ledgers, clock
 
 

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from rose.backends.remote import wire
 from rose.backends.vllm.wire import activation_to_wire, update_from_wire
-from rose.errors import ConfigError, EngineError, EngineLostError
+from rose.errors import ConfigError, EngineLostError, EngineUnsupportedError
 from rose.interfaces.serving import (
     PauseMode,
     ServingEngine,
@@ -103,8 +103,8 @@ async def _wake(engine: ServingEngine, _: Any) -> dict[str, Any]:
     return wire.record_to_wire(await engine.wake())
 
 
-def _unable(engine: ServingEngine, what: str) -> EngineError:
-    return EngineError(f"engine {engine.engine_id} cannot {what}")
+def _unable(engine: ServingEngine, what: str) -> EngineUnsupportedError:
+    return EngineUnsupportedError(f"engine {engine.engine_id} cannot {what}")
 
 
 COMMANDS: Mapping[str, Command] = {

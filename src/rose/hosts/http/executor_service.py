@@ -214,10 +214,12 @@ class RolloutService:
         """Write the chunks to the client; returns how the stream ended. An error before the first line is raised."""
         response: web.StreamResponse | None = None
         line: dict[str, Any] = {}
+        num_sent = 0
         try:
             async for chunk in chunks:
+                line = wire.chunk_to_wire(_as_evicted(chunk) if stream.is_evicted else chunk, num_sent)
+                num_sent += len(chunk.token_ids)
                 self.num_tokens += len(chunk.token_ids)
-                line = wire.chunk_to_wire(_as_evicted(chunk) if stream.is_evicted else chunk)
                 response = response or await self._begin(request)
                 await response.write(_encoded(line))
         except RoseError as error:

@@ -85,12 +85,27 @@ def locked(run_dir: Path) -> Iterator[None]:
         message = f"run_dir {run_dir} cannot be used: {error.strerror}"
         raise ConfigError(message) from error
     with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            message = f"an executor runs in {run_dir}; end it first, or choose another run_dir"
-            raise ConfigError(message) from error
+        _lock(lock, f"an executor runs in {run_dir}; end it first, or choose another run_dir")
         yield
+
+
+@contextlib.contextmanager
+def sole_executor(ledger: Path) -> Iterator[None]:
+    """Keep other executors off a device, whatever their folders: its ledger has one writer a section.
+
+    Raises:
+        ConfigError: An executor is at work there.
+    """
+    with ledger.open("rb") as lock:
+        _lock(lock, f"another executor shares the device of ledger {ledger}; end it first, or name another device")
+        yield
+
+
+def _lock(file: BinaryIO, problem: str) -> None:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise ConfigError(problem) from error
 
 
 def stop(run_dir: Path, timeout_s: float = 30.0) -> bool:

@@ -37,7 +37,7 @@ from rose.hosts.http.lender_config import LenderConfig, OpenLender, open_lender
 from rose.hosts.http.server import Health, bind, make_app, parse_place, read_json, served
 from rose.policies.admission import Mode
 from rose.policies.lending import Lease
-from rose.pool.borrowing import LocalLender
+from rose.pool.lease_source import LocalLender
 from rose.types import DeviceId, JobId, LeaseId
 
 _logger = logging.getLogger(__name__)
@@ -57,6 +57,7 @@ class GrantBody:
     job: str | None = None
     model: str | None = None
     devices: tuple[str, ...] | None = None
+    but: tuple[str, ...] = ()
     is_whole: bool = False
 
 
@@ -168,7 +169,14 @@ class LenderService:
         """``POST /v1/grant``: lend more devices, as many as there are for the job."""
         body, job = await self._of_job(request, GrantBody)
         devices = None if body.devices is None else [DeviceId(name) for name in body.devices]
-        leases = self._lender.grant(job, body.num_devices, model=body.model, devices=devices, is_whole=body.is_whole)
+        leases = self._lender.grant(
+            job,
+            body.num_devices,
+            model=body.model,
+            devices=devices,
+            but=[DeviceId(name) for name in body.but],
+            is_whole=body.is_whole,
+        )
         return self._answer(leases)
 
     async def renew(self, request: web.Request) -> web.Response:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from typing import Any, cast
-
-import pytest
 
 from rose.errors import EngineBusyError, RequestRefusedError
 from rose.interfaces.serving import (
@@ -21,6 +20,7 @@ from rose.interfaces.serving import (
 )
 from rose.testing.contracts.streams import collect, reading, until
 from rose.testing.contracts.updates import WeightUpdateContract
+from rose.testing.contracts.verdicts import cannot, raising, skipping_what_is_unsupported
 from rose.types import EngineRequest, FinishReason, RequestId, Sampling, TokenChunk
 
 
@@ -32,21 +32,25 @@ class EngineContract(WeightUpdateContract):
 
     Attributes:
         valid_prompt: Token ids that the model takes.
-        vocab_size: Ids from here on are refused.
-        max_model_len: Prompts longer than this are refused.
+        vocab_size: Ids from here on are refused; ``None``: not known.
+        max_model_len: Prompts longer than this are refused; ``None``: not known.
         long_tokens: Length of the streams that tests interrupt: long enough still to run a few milliseconds later.
         quiet_s: How long to watch that no token comes.
         timeout_s: Bound of one test, the making of the engine included.
+        num_burst: Requests that are sent at once, more than most engines run.
         is_batch_invariant: Whether greedy tokens stay the same whatever else is in the batch.
+        is_continuable: Whether greedy tokens follow from the tokens before them alone, to the last bit of rounding.
     """
 
     valid_prompt: tuple[int, ...] = (1, 2, 3, 4, 5)
-    vocab_size: int = 1000
-    max_model_len: int = 4096
+    vocab_size: int | None = 1000
+    max_model_len: int | None = 4096
     long_tokens: int = 64
     quiet_s: float = 0.1
     timeout_s: float = 60.0
+    num_burst: int = 32
     is_batch_invariant: bool = True
+    is_continuable: bool = True
 
     async def make_engine(self) -> ServingEngine:
         """Return an engine that is ready to serve."""
@@ -60,12 +64,13 @@ class EngineContract(WeightUpdateContract):
     @asynccontextmanager
     async def engine(self) -> AsyncIterator[ServingEngine]:
         """Give the engine under test for the length of one test."""
-        async with asyncio.timeout(self.timeout_s):
-            engine = await self.make_engine()
-            try:
-                yield engine
-            finally:
-                await self.release_engine(engine)
+        with skipping_what_is_unsupported():
+            async with asyncio.timeout(self.timeout_s):
+                engine = await self.make_engine()
+                try:
+                    yield engine
+                finally:
+                    await self.release_engine(engine)
 
     def request(self, max_tokens: int = 8, prompt: tuple[int, ...] | None = None, **sampling: Any) -> EngineRequest:
         """Return a fresh request: greedy, without an end at the model's own end token, unless said otherwise."""
@@ -88,7 +93,7 @@ class EngineContract(WeightUpdateContract):
                 stream = await collect(engine, self.request(num_tokens))
                 assert len(stream.token_ids) == num_tokens
                 assert stream.finish_reason is FinishReason.LENGTH
-                assert all(0 <= token < self.vocab_size for token in stream.token_ids)
+                assert all(0 <= token < (self.vocab_size or math.inf) for token in stream.token_ids)
 
     async def test_only_the_last_chunk_has_a_finish_reason(self) -> None:
         """A finish reason ends the stream; nothing may follow it, and a stream may not just stop."""
@@ -223,19 +228,62 @@ class EngineContract(WeightUpdateContract):
 
     async def test_an_over_long_prompt_is_refused(self) -> None:
         """A prompt beyond the model's length raises ``RequestRefusedError`` at once, and the engine lives on."""
+        if self.max_model_len is None:
+            cannot("the model's length (max_model_len) is not known")
         async with self.engine() as engine:
             prompt = (self.valid_prompt[0],) * (self.max_model_len + 1)
-            with pytest.raises(RequestRefusedError):
+            with raising(RequestRefusedError):
                 await collect(engine, self.request(prompt=prompt))
             await self.assert_serves(engine)
 
     async def test_unknown_token_ids_are_refused(self) -> None:
         """Ids outside the vocabulary would read beyond the embedding: check them before the model sees them."""
+        if self.vocab_size is None:
+            cannot("the number of the model's token ids (vocab_size) is not known, and an unknown id ends some servers")
         async with self.engine() as engine:
             for token in (self.vocab_size, -1):
-                with pytest.raises(RequestRefusedError):
+                with raising(RequestRefusedError):
                     await collect(engine, self.request(prompt=(*self.valid_prompt, token)))
             await self.assert_serves(engine)
+
+    async def test_a_continuation_takes_the_rest_of_the_budget(self) -> None:
+        """A turn that moved goes on with its tokens as prompt and the rest of its budget: none is lost, repeated or too many.
+
+        Look at ids that are turned into text and back, and at limits that count the prompt in.
+        """
+        async with self.engine() as engine:
+            whole = (await collect(engine, self.request(12))).token_ids
+            for num_made in (1, 5, 11):
+                prompt = (*self.valid_prompt, *whole[:num_made])
+                rest = await collect(engine, self.request(12 - num_made, prompt))
+                assert len(rest.token_ids) == 12 - num_made
+                assert rest.finish_reason is FinishReason.LENGTH
+                if self.is_continuable:
+                    assert rest.token_ids == whole[num_made:]
+
+    async def test_an_id_in_flight_is_refused(self) -> None:
+        """A second request under the id of one that runs raises ``RequestRefusedError``, and the first is none the worse."""
+        async with self.engine() as engine:
+            whole = (await collect(engine, self.request(self.long_tokens))).token_ids
+            request = self.request(self.long_tokens)
+            async with reading(engine, request) as stream:
+                await stream.has_tokens(2)
+                with raising(RequestRefusedError):
+                    await collect(engine, request)
+                await stream.finish()
+            assert stream.token_ids == whole, "the second request disturbed the first"
+
+    async def test_a_burst_is_served_or_told_busy(self) -> None:
+        """Of many requests at once each is served whole or raises ``EngineBusyError``; none is lost, cut short or left behind."""
+        async with self.engine() as engine:
+            requests = [collect(engine, self.request(4)) for _ in range(self.num_burst)]
+            ends = await asyncio.gather(*requests, return_exceptions=True)
+            others = [end for end in ends if isinstance(end, BaseException) and not isinstance(end, EngineBusyError)]
+            assert not others, f"{len(others)} of {len(ends)} failed, the first with {others[0]!r}"
+            served = [end for end in ends if not isinstance(end, BaseException)]
+            assert served, "no request was served"
+            assert {len(stream.token_ids) for stream in served} == {4}
+            await self.assert_idle(engine)
 
     async def test_snapshot_counts_requests(self) -> None:
         """The snapshot sees a request in flight and sees it go; KV use stays within the total; readings are fresh."""
@@ -260,7 +308,7 @@ class EngineContract(WeightUpdateContract):
         """``SupportsKvBudget``: a cut ends requests as evicted with their tokens; after growth the engine serves."""
         async with self.engine() as engine:
             if not isinstance(engine, SupportsKvBudget):
-                pytest.skip("the engine does not support a KV budget")
+                cannot("the engine does not support a KV budget")
             total = (await engine.snapshot()).kv_total_tokens
             try:
                 async with reading(engine, self.request(self.long_tokens)) as stream:
@@ -277,7 +325,7 @@ class EngineContract(WeightUpdateContract):
         """``SupportsStepGate``: no token while it is closed, none lost when it opens."""
         async with self.engine() as engine:
             if not isinstance(engine, SupportsStepGate):
-                pytest.skip("the engine does not support a step gate")
+                cannot("the engine does not support a step gate")
             whole = (await collect(engine, self.request(self.long_tokens))).token_ids
             try:
                 async with reading(engine, self.request(self.long_tokens)) as stream:
@@ -294,7 +342,7 @@ class EngineContract(WeightUpdateContract):
         """``SupportsSleep``: requests end as evicted with their tokens, none is taken asleep, and the version stays."""
         async with self.engine() as engine:
             if not isinstance(engine, SupportsSleep):
-                pytest.skip("the engine cannot sleep")
+                cannot("the engine cannot sleep")
             version = (await engine.snapshot()).weight_version
             whole = (await collect(engine, self.request(self.long_tokens))).token_ids
             try:
@@ -302,7 +350,7 @@ class EngineContract(WeightUpdateContract):
                     await stream.has_tokens(2)
                     await engine.sleep()
                     await stream.finish()
-                with pytest.raises(EngineBusyError):
+                with raising(EngineBusyError):
                     await collect(engine, self.request(2))
             finally:
                 woken = await engine.wake()
@@ -316,7 +364,7 @@ class EngineContract(WeightUpdateContract):
         """``SupportsPrefixReset``: dropping cached prefixes costs time, never tokens."""
         async with self.engine() as engine:
             if not isinstance(engine, SupportsPrefixReset):
-                pytest.skip("the engine does not support a prefix reset")
+                cannot("the engine does not support a prefix reset")
             before = await collect(engine, self.request())
             await engine.reset_prefix_cache()
             assert (await collect(engine, self.request())).token_ids == before.token_ids
@@ -340,4 +388,5 @@ class EngineContract(WeightUpdateContract):
             async with asyncio.timeout(self.timeout_s / 4):
                 await until(is_idle)
         except TimeoutError:
-            pytest.fail("a request is still on the engine though nobody reads it")
+            message = "a request is still on the engine though nobody reads it"
+            raise AssertionError(message) from None

@@ -1,0 +1,117 @@
+"""``rose pool``: the pool of a job file as a service."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rose.errors import BackendUnavailableError
+
+if TYPE_CHECKING:
+    from rose.hosts.job import JobConfig, OpenJob
+
+_DESCRIPTION = """\
+Run the pool of a job file for trainers in other processes: starts the dedicated engines, borrows devices from the lender, never more than
+resources.n_serving at a time, and serves turns at service.listen.
+
+Prints one JSON line with its address once it is up. SIGTERM or Ctrl-C ends the turns, gives every device back, ends the engines that were
+started, and prints a last line with the most leases that were held at a time.
+"""
+
+_EXAMPLES = """\
+examples:
+  rose pool job.toml --check
+  rose pool job.toml
+  rose run job.toml --pool http://127.0.0.1:7100
+
+"""
+
+
+def add_command(commands: Any, *, epilog: str) -> None:
+    """Add ``pool`` to the command line."""
+    parser = commands.add_parser(
+        "pool",
+        help="the pool of a job file as a service",
+        description=_DESCRIPTION,
+        epilog=_EXAMPLES + epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("job", type=Path, metavar="JOB", help="TOML file")
+    parser.add_argument("--check", action="store_true", help="say what is wrong with JOB, start nothing")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Serve until a signal comes; returns the exit code."""
+    try:
+        from rose.hosts.job import JobConfig, load_job  # noqa: PLC0415 - loads aiohttp
+    except ImportError as error:
+        if isinstance(error, BackendUnavailableError) or (error.name or "rose").partition(".")[0] == "rose":
+            raise
+        message = f"rose pool needs {error.name}: pip install 'rose-rl[http]'"
+        raise BackendUnavailableError(message) from error
+    config = load_job(JobConfig, arguments.job)
+    if arguments.check:
+        _check(arguments.job, config)
+        return 0
+    asyncio.run(_serve(config))
+    return 0
+
+
+def _check(path: Path, config: JobConfig) -> None:
+    resources = config.resources
+    num_own = sum(engine.count for engine in config.engines.values())
+    print(  # noqa: T201 - this is the command line
+        f"{path}: job {config.job.name}: {num_own} dedicated engines on {resources.rollout} of {resources.n_rl} devices, "
+        f"at most {resources.n_serving} of {len(config.executors)} executors, at {config.service.listen}"
+    )
+
+
+async def _serve(config: JobConfig) -> None:
+    """Serve until a signal comes, also while engines still start."""
+    stopped = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stopped.set)
+    serving = asyncio.create_task(_serve_until(config, stopped))
+    waiting = asyncio.create_task(stopped.wait())
+    try:
+        await asyncio.wait((serving, waiting), return_when=asyncio.FIRST_COMPLETED)
+        if not serving.done() and not serving.cancelled():
+            serving.cancel()
+        await asyncio.wait((serving,))
+    finally:
+        waiting.cancel()
+    if not serving.cancelled():
+        serving.result()
+
+
+async def _serve_until(config: JobConfig, stopped: asyncio.Event) -> None:
+    from rose.hosts.http.pool_service import PoolService, serve_pool  # noqa: PLC0415 - loads aiohttp
+    from rose.hosts.job import open_job  # noqa: PLC0415 - loads aiohttp
+
+    held: OpenJob | None = None
+    try:
+        async with open_job(config) as job:
+            held = job
+            service = PoolService(job.pool, name=config.model.name or config.job.name, tokens=config.service.tokens)
+            async with serve_pool(service, config.service.listen) as url:
+                num_engines = len(job.pool.snapshot().engines)
+                _print({"url": url, "pid": os.getpid(), "num_engines": num_engines})
+                await stopped.wait()
+    finally:
+        if held is not None:
+            lender = held.lender
+            _print({"ended": True, "most_leases": 0 if lender is None else lender.most_held})
+
+
+def _print(value: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(value) + "\n")
+    sys.stdout.flush()

@@ -1,0 +1,52 @@
+"""When a trajectory is better off on another engine, judged at a turn boundary. Pure.
+
+What a step waits for is its last trajectory, so engines are compared by when the *latest* of the trajectories concerned would end: the
+one that asks, the one with the most left on the engine that it leaves, and the one with the most left on the engine that
+it would join. A move must end that clearly earlier, with the prompt that is to be computed anew counted in. So a
+trajectory with much left gets a fast engine to itself, one with little left makes room for it, and nobody moves for a trifle.
+
+What is left is judged by progress alone: who has run long is expected to run on for long. Lengths are not predicted.
+"""
+
+from __future__ import annotations
+
+from rose.policies.route_views import EngineView, RoutingConfig, TurnView
+
+
+def remaining_tokens(config: RoutingConfig, *, num_made: int, num_context: int) -> float:
+    """Return how many tokens a trajectory is expected to make yet.
+
+    Args:
+        config: The terms.
+        num_made: Tokens that it has made.
+        num_context: Its context now: prompts, observations and what it made.
+    """
+    left = config.progress_factor * num_made
+    if config.max_context_tokens is None:
+        return left
+    share = config.max_context_tokens / max(1, num_context) - 1.0
+    return min(left, max(0.0, share) * num_made)
+
+
+def gain_s(config: RoutingConfig, turn: TurnView, here: EngineView, there: EngineView) -> float:
+    """Return how much earlier the latest of the trajectories concerned ends if ``turn`` moves, 0 unless that is clear.
+
+    Both views are without the turn. Engines without a known pace are not compared.
+    """
+    if here.pace_s is None or there.pace_s is None:
+        return 0.0
+    left, prompt = turn.num_left_tokens, turn.num_prompt_tokens
+    stay_s = (here.pace_s + here.slope_s * prompt) * max(left, here.most_left_tokens)
+    stay_s += here.prefill_s * here.num_waiting_prompt_tokens
+    go_s = (there.pace_s + there.slope_s * prompt) * max(left, there.most_left_tokens)
+    go_s += there.prefill_s * (there.num_waiting_prompt_tokens + prompt)
+    before_s = max(stay_s, there.pace_s * there.most_left_tokens)
+    after_s = max(go_s, here.pace_s * here.most_left_tokens)
+    gain = before_s - after_s
+    return gain if gain > config.hysteresis_fraction * before_s else 0.0
+
+
+def is_crowded(config: RoutingConfig, here: EngineView, there: EngineView) -> bool:
+    """Return whether a turn that stays would leave too large a load gap; asked while no pace is known."""
+    gap = here.num_in_flight + here.num_seats + 1 - there.num_in_flight - there.num_seats
+    return here.kind is there.kind and gap > config.load_margin

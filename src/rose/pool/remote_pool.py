@@ -1,0 +1,300 @@
+"""A pool that runs in another process, with the face of one in this process. ``rose.pool.direct`` has the protocol.
+
+Invariants:
+
+* ``generate`` gives exactly one result or one error for each call, or passes on its caller's cancellation, of which the pool hears once.
+* A result does not wait for the report of it.
+* Leaving the pool ends its calls, streams and tasks; turns that were delivered are reported first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import math
+import uuid
+from collections.abc import AsyncIterator
+from types import TracebackType
+from typing import Any, Self
+
+from rose.backends.remote import wire as engine_wire
+from rose.backends.remote.client import HttpClient
+from rose.errors import EngineError, RoseError, TransportError, TurnFailedError
+from rose.interfaces import Transport
+from rose.pool import direct
+from rose.pool.membership import EngineAccount
+from rose.pool.pool import PoolSnapshot, check_type
+from rose.pool.remote_doors import Doors
+from rose.pool.remote_link import Link
+from rose.pool.remote_turns import RemoteCall
+from rose.pool.statistics import PoolStatistics
+from rose.pool.weights import SyncReport
+from rose.pool.wire import error_from_plain, from_plain
+from rose.types import EngineId, EngineRequest, TokenChunk, Turn, TurnResult
+
+_logger = logging.getLogger(__name__)
+_RECONNECT_S = 30.0
+
+
+class RemotePool:
+    """The client side of a pool's service. Use it as an async context manager, on one event loop.
+
+    Args:
+        url: Of the service, ``http://host:port``.
+        token: The bearer token, if it asks for one.
+        timeout_s: How long short calls may take, and how long the first connection.
+        reconnect_s: How long a broken connection is tried again before the calls that wait for it fail.
+    """
+
+    def __init__(
+        self, url: str, *, token: str | None = None, timeout_s: float = 10.0, reconnect_s: float = _RECONNECT_S
+    ) -> None:
+        self.url = url.rstrip("/")
+        self._timeout_s = timeout_s
+        self._client = HttpClient(self.url, token=token, timeout_s=timeout_s, unreachable=TransportError)
+        self._doors = Doors(self.url, token)
+        self._link = Link(
+            self.url,
+            token=token,
+            session_id=uuid.uuid4().hex,
+            on_message=self._hear,
+            on_open=self._tell_all,
+            on_down=self._fail_all,
+            reconnect_s=reconnect_s,
+        )
+        self._calls: dict[str, RemoteCall] = {}
+        self._unreported: set[RemoteCall] = set()
+        self._numbers = itertools.count()
+        self._tasks: asyncio.TaskGroup = asyncio.TaskGroup()
+        self._own: set[asyncio.Task[None]] = set()
+        self._has_calls = asyncio.Event()
+        self._has_news = asyncio.Event()
+        self._refused: RoseError | None = None
+        self._is_open = False
+
+    async def generate(self, turn: Turn) -> TurnResult:
+        """Run one turn to its end, wherever that takes it. Arguments and errors as of ``RolloutPool.generate``.
+
+        Raises:
+            TransportError: The pool could not be reached for ``reconnect_s``.
+            RoseError: As ``RolloutPool.generate`` raises them.
+            TypeError: ``turn`` is no ``Turn``.
+        """
+        check_type("turn", turn, Turn)
+        self._check_open()
+        turn_id = str(next(self._numbers))
+        waiter: asyncio.Future[TurnResult] = asyncio.get_running_loop().create_future()
+        call = self._calls[turn_id] = RemoteCall.of(turn_id, turn, waiter)
+        self._has_calls.set()
+        try:
+            for delivered in list(self._unreported):  # a trajectory's next turn comes after the report of its last
+                await self._report(delivered)
+            await self._link.send(direct.submit_to_wire(turn_id, turn))
+            engine_wire.PREPARED.prepare(turn.prompt_ids)  # while the pool decides
+            return await waiter
+        except asyncio.CancelledError as error:
+            vars(error)["partial"] = call.partial()
+            self._drop(call)
+            raise
+
+    async def sync_weights(self, source: Transport) -> SyncReport:
+        """Let the pool bring its engines to the newest weights in a transport; see ``RolloutPool.sync_weights``.
+
+        Args:
+            source: The transport that a publisher writes to. The pool opens it by its address, so it must be reachable from there.
+
+        Raises:
+            TypeError: ``source`` is no transport: other sources of updates cannot be sent.
+            TransportError: The pool cannot be reached, or the transport cannot from there.
+        """
+        check_type("source", source, Transport)
+        address = source.address()
+        body = {"address": {"name": address.name, **dict(address.options)}}
+        data = await self._client.call("POST", "/v1/sync", body, timeout_s=math.inf)
+        errors = {EngineId(name): error_from_plain(error) for name, error in data.pop("errors").items()}
+        report: SyncReport = from_plain(SyncReport, {**data, "errors": {}})
+        report.errors.update(errors)  # type: ignore[attr-defined] # a dict of ours
+        return report
+
+    async def snapshot(self) -> PoolSnapshot:
+        """Read the pool's state; a call to the pool, so it is awaited here."""
+        snapshot: PoolSnapshot = from_plain(PoolSnapshot, (await self._status())["snapshot"])
+        return snapshot
+
+    async def accounts(self) -> dict[EngineId, EngineAccount]:
+        """Return what each engine did for the pool, for all its clients."""
+        accounts: dict[EngineId, EngineAccount] = from_plain(
+            dict[str, EngineAccount], (await self._status())["accounts"]
+        )
+        return accounts
+
+    async def statistics(self) -> PoolStatistics:
+        """Return what became of turns and tokens since the pool was made, of all its clients."""
+        statistics: PoolStatistics = from_plain(PoolStatistics, (await self._status())["statistics"])
+        return statistics
+
+    async def __aenter__(self) -> Self:
+        """Connect.
+
+        Raises:
+            TransportError: The pool does not answer within ``timeout_s``.
+            ConfigError: It refuses this client.
+        """
+        await self._tasks.__aenter__()
+        try:
+            self._spawn(self._link.run())
+            self._spawn(self._report_for_ever())
+            await self._wait_until_open()
+        except BaseException:
+            await self._close()
+            raise
+        self._is_open = True
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """End all calls with ``TurnFailedError``; the pool cancels their turns."""
+        self._is_open = False
+        self._end_all(TurnFailedError("the connection to the pool was closed"))
+        await self._close()
+
+    # What the pool says.
+
+    def _hear(self, message: list[Any]) -> None:
+        call = self._calls.get(message[1])
+        if call is None:
+            return
+        if message[0] == direct.START:
+            self._begin(call, direct.start_from_wire(message))
+        elif message[0] == direct.SETTLED:
+            del self._calls[call.turn_id]
+            call.settle(message[2])
+        elif message[0] == direct.STOP and call.start is not None and call.start.attempt == message[2]:
+            call.stop()
+
+    def _begin(self, call: RemoteCall, start: direct.Start) -> None:
+        is_known = call.start is not None and call.start.attempt == start.attempt
+        if call.waiter.done() and not is_known:  # moved, while its result was on the way to the caller
+            self._drop(call)
+            return
+        if not is_known:
+            call.stop()
+        request = call.begin(start)
+        if request is not None:
+            call.task = self._spawn(self._stream(call, start, request))
+        else:
+            self._spawn(self._report(call))
+
+    async def _stream(self, call: RemoteCall, start: direct.Start, request: EngineRequest) -> None:
+        """Stream one attempt."""
+        try:
+            async with self._doors.engine(start) as engine, _closing(engine.generate(request)) as chunks:
+                async for chunk in chunks:
+                    if call.take(chunk):
+                        break
+                else:
+                    call.fail(EngineError(f"engine {start.engine_id!r} ended a stream without a finish reason"))
+        except RoseError as error:
+            call.fail(error)
+        except Exception as error:  # noqa: BLE001 - the root of a task: whatever a backend raises ends this attempt only
+            _logger.warning("streaming from engine %s failed", start.engine_id, exc_info=error)
+            call.fail(EngineError(f"{type(error).__name__}: {error}"))
+        if call.deliver():
+            self._unreported.add(call)
+            await asyncio.sleep(0)  # the caller goes first
+        await self._report(call)
+
+    async def _report(self, call: RemoteCall) -> None:
+        self._unreported.discard(call)
+        news = call.news()
+        if news is not None:
+            await self._link.send(news)
+
+    async def _report_for_ever(self) -> None:
+        while True:
+            await self._has_calls.wait()
+            await asyncio.sleep(direct.REPORT_S)
+            for call in list(self._calls.values()):
+                await self._report(call)
+            await self._link.send([direct.ALIVE, ""])
+            if not self._calls:
+                self._has_calls.clear()
+
+    # Beginning and end of connections and calls.
+
+    async def _tell_all(self) -> None:
+        """Bring the pool up to date over a new connection."""
+        calls = list(self._calls.values())
+        await self._link.send([direct.TURNS, [call.turn_id for call in calls]])
+        for call in calls:
+            await self._link.send(direct.submit_to_wire(call.turn_id, call.record.turn))
+
+    def _fail_all(self, error: RoseError) -> None:
+        self._refused = error
+        self._has_news.set()
+        self._end_all(error)
+
+    def _end_all(self, error: RoseError) -> None:
+        calls, self._calls = self._calls, {}
+        for call in calls.values():
+            call.stop()
+            if not call.waiter.done():
+                call.waiter.set_exception(error)
+
+    def _drop(self, call: RemoteCall) -> None:
+        """Forget a call and let the pool forget it."""
+        if self._calls.pop(call.turn_id, None) is not None:
+            call.stop()
+            if self._is_open:
+                self._spawn(self._link.send([direct.CANCEL, call.turn_id]))
+
+    async def _wait_until_open(self) -> None:
+        opened = asyncio.ensure_future(self._link.wait_until_open())
+        failed = asyncio.ensure_future(self._has_news.wait())
+        try:
+            done, _ = await asyncio.wait({opened, failed}, timeout=self._timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            opened.cancel()
+            failed.cancel()
+        if opened in done:
+            return
+        if self._refused is not None:
+            raise self._refused
+        message = f"the pool at {self.url} did not answer within {self._timeout_s} s; is the process alive?"
+        raise TransportError(message)
+
+    async def _close(self) -> None:
+        await self._link.close()
+        for task in list(self._own):
+            task.cancel()
+        await self._tasks.__aexit__(None, None, None)
+        await self._doors.close()
+        await self._client.close()
+
+    async def _status(self) -> Any:
+        return await self._client.call("GET", "/v1/pool")
+
+    def _check_open(self) -> None:
+        if not self._is_open:
+            message = "the pool is not open; use it inside 'async with rose.RolloutPool.connect(...) as pool:'"
+            raise TurnFailedError(message)
+
+    def _spawn(self, work: Any) -> asyncio.Task[None]:
+        task: asyncio.Task[None] = self._tasks.create_task(work)
+        self._own.add(task)
+        task.add_done_callback(self._own.discard)
+        return task
+
+
+@contextlib.asynccontextmanager
+async def _closing(chunks: AsyncIterator[TokenChunk]) -> AsyncIterator[AsyncIterator[TokenChunk]]:
+    """Close a stream when it is left, if it can be closed."""
+    try:
+        yield chunks
+    finally:
+        close = getattr(chunks, "aclose", None)
+        if close is not None:
+            await close()

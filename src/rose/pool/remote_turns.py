@@ -1,0 +1,146 @@
+"""A client's turns on the direct path: what it has of each, what it told the pool. Sync, without I/O.
+
+Invariants:
+
+* A call is delivered once: its result, its error or its cancellation, whichever comes first.
+* What the client keeps of a turn begins with what the pool keeps: ``begin`` drops the rest.
+* A result is given before the pool's word only if that word can be no other: the engine ended the turn itself, and every token is
+  labelled with a version that the turn may have.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+
+from rose.errors import EngineError, RoseError, TurnFailedError
+from rose.policies.staleness import is_admissible
+from rose.pool import direct
+from rose.pool.sources import chunks_from
+from rose.pool.turns import TurnRecord
+from rose.pool.wire import error_from_plain, error_to_plain
+from rose.types import EngineId, EngineRequest, FinishReason, Hop, HopEnd, TokenChunk, Turn, TurnResult
+
+
+@attrs.define(eq=False)
+class RemoteCall:
+    """One turn of a client.
+
+    Attributes:
+        turn_id: The client's id of it.
+        record: Its tokens over all attempts.
+        waiter: What its caller waits for.
+        start: The attempt that is made.
+        end: How that attempt's stream ended; ``None`` while it goes on.
+        task: What streams.
+    """
+
+    turn_id: str
+    record: TurnRecord
+    waiter: asyncio.Future[TurnResult]
+    start: direct.Start | None = None
+    end: FinishReason | Mapping[str, Any] | None = None
+    task: asyncio.Task[None] | None = None
+    _num_told: int = 0
+    _has_told_end: bool = False
+    _is_labelled: bool = True
+
+    @classmethod
+    def of(cls, turn_id: str, turn: Turn, waiter: asyncio.Future[TurnResult]) -> RemoteCall:
+        """Return the call of a new turn."""
+        return cls(turn_id, TurnRecord(turn=turn, number=0, order=(0, 0, 0), arrived_s=0.0, queued_s=0.0), waiter)
+
+    def begin(self, start: direct.Start) -> EngineRequest | None:
+        """Begin an attempt; returns the request, or ``None`` when it is the one under way, of which the pool wants to hear again."""
+        is_known = self.start is not None and self.start.attempt == start.attempt
+        self._num_told, self._has_told_end = start.num_kept, False
+        if is_known:
+            return None
+        record, num = self.record, start.num_kept
+        del record.token_ids[num:], record.logprobs[num:]
+        record.spans[:] = [attrs.evolve(span, end=min(span.end, num)) for span in record.spans if span.start < num]
+        record.hops[:] = start.hops
+        self.start, self.end = start, None
+        request = record.next_request(start.request_id)
+        if request.sampling.max_tokens == start.max_tokens:
+            return request
+        return attrs.evolve(request, sampling=attrs.evolve(request.sampling, max_tokens=start.max_tokens))
+
+    def take(self, chunk: TokenChunk) -> bool:
+        """Take a chunk; returns whether the pool must hear of it at once: the stream is over, or should be."""
+        assert self.start is not None  # noqa: S101 - a stream has begun
+        if chunk.token_ids:
+            version = self.start.version if chunk.version is None else chunk.version
+            self._is_labelled = self._is_labelled and (chunk.version is not None or self.start.version is None)
+            is_allowed = is_admissible(self.start.versions, version, self.start.run)
+            try:
+                num_taken = self.record.take(chunk, chunk.version)
+            except EngineError as error:
+                self.fail(error)
+                return True
+            if not is_allowed or num_taken < len(chunk.token_ids):
+                return True  # without an end: what comes of it is the pool's to say
+        self.end = chunk.finish_reason
+        return self.end is not None
+
+    def fail(self, error: RoseError) -> None:
+        """Note that the attempt's stream raised."""
+        self.end = error_to_plain(error)
+
+    def deliver(self) -> bool:
+        """Give the caller the result if the attempt's end settles the turn beyond doubt; returns whether it did."""
+        start = self.start
+        is_over = isinstance(self.end, FinishReason) and self.end in {FinishReason.STOP, FinishReason.LENGTH}
+        if start is None or not is_over or not self._is_labelled or self.waiter.done():
+            return False
+        hop = Hop(
+            engine_id=EngineId(start.engine_id),
+            reason=start.reason,
+            num_tokens=len(self.record.token_ids) - start.num_kept,
+            ended=HopEnd.FINISHED,
+        )
+        self.record.hops.append(hop)
+        self.waiter.set_result(self.record.result(FinishReason(self.end)))
+        return True
+
+    def news(self) -> list[Any] | None:
+        """Return a report of what the pool was not told yet, ``None`` when there is nothing."""
+        record, start = self.record, self._num_told
+        has_end = self.end is not None and not self._has_told_end
+        if self.start is None or (start >= len(record.token_ids) and not has_end):
+            return None
+        chunks = chunks_from(record.token_ids, record.logprobs, record.spans, start)
+        self._num_told, self._has_told_end = len(record.token_ids), self.end is not None
+        report = direct.Report(
+            turn_id=self.turn_id, attempt=self.start.attempt, start=start, chunks=chunks, end=self.end
+        )
+        return direct.report_to_wire(report)
+
+    def settle(self, outcome: Mapping[str, Any]) -> None:
+        """Take the pool's word; a no-op for a caller that has its result."""
+        self.stop()
+        if self.waiter.done():
+            return
+        if "error" in outcome:
+            error = error_from_plain(outcome)
+            error.partial = self.partial()
+            self.waiter.set_exception(error)
+            return
+        if outcome["num_tokens"] > len(self.record.token_ids):
+            message = f"the pool settled a turn with {outcome['num_tokens']} tokens, {len(self.record.token_ids)} came; run it again"
+            self.waiter.set_exception(TurnFailedError(message))
+            return
+        self.waiter.set_result(direct.result_from(outcome, self.record.token_ids, self.record.logprobs))
+
+    def partial(self) -> TurnResult:
+        """Return what there is of the turn, as an aborted result."""
+        return self.record.result(FinishReason.ABORTED)
+
+    def stop(self) -> None:
+        """End the stream, which ends the request at the engine."""
+        if self.task is not None:
+            self.task.cancel()
+            self.task = None

@@ -1,0 +1,404 @@
+"""The direct path: the pool decides, the client streams from the engines. Real sockets on loopback, fake engines behind HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("aiohttp", reason="aiohttp is not installed: pip install 'rose-rl[http]'")
+
+import aiohttp
+from pool_parts import direct_pool, engine_servers, fakes, pool_of, turn, until
+
+from rose import RolloutPool
+from rose.backends.remote import RemoteEngine
+from rose.errors import (
+    ConfigError,
+    DeadlineExceededError,
+    EngineError,
+    RequestRefusedError,
+    TransportError,
+    TurnFailedError,
+)
+from rose.hosts.http.auth import Access, TokenConfig
+from rose.hosts.http.pool_service import PoolService, serve_pool
+from rose.pool import PoolConfig, direct
+from rose.pool.remote_pool import RemotePool
+from rose.testing import FakeEngine
+from rose.types import AtLeast, EngineRequest, FinishReason, HopEnd, RequestId, RouteReason, TokenChunk, WeightVersion
+
+FORGIVING = PoolConfig(circuit_s=0.05, circuit_max_s=0.1)
+
+
+async def test_a_turn_comes_out_as_in_process() -> None:
+    async with direct_pool(2, weight_version=WeightVersion("r", 3)) as (pool, url, servers):
+        async with RolloutPool.connect(url) as remote:
+            wanted, got = await pool.generate(turn()), await remote.generate(turn())
+        assert (got.token_ids, got.logprobs, got.versions) == (wanted.token_ids, wanted.logprobs, wanted.versions)
+        assert got.finish_reason is FinishReason.LENGTH
+        assert [hop.num_tokens for hop in got.hops] == [5]
+        assert sum(server.num_asked for server in servers) == 2
+
+
+async def test_the_prompt_does_not_cross_the_pool() -> None:
+    sent: list[str] = []
+    async with direct_pool(1) as (_, url, servers):
+        remote = RolloutPool.connect(url)
+        send = remote._link.send
+
+        async def note(message: list[Any]) -> None:
+            sent.append(json.dumps(message))
+            await send(message)
+
+        remote._link.send = note  # type: ignore[method-assign]
+        async with remote:
+            await remote.generate(turn(num_prompt=900))
+        assert len(servers[0].engine.requests[0].prompt_ids) == 900
+    assert max(map(len, sent)) < 500
+
+
+async def test_accounts_and_affinity_are_the_pool_s() -> None:
+    async with direct_pool(4) as (pool, url, _):
+        async with RolloutPool.connect(url) as one, RolloutPool.connect(url) as two:
+            first = await one.generate(turn("t0"))
+            for client in (one, one, two, two):
+                if client is not one:
+                    await until(lambda: pool.snapshot().num_live_turns == 0)
+                again = await client.generate(turn("t0"))
+                assert again.hops[0].reason is RouteReason.AFFINITY
+                assert again.hops[0].engine_id == first.hops[0].engine_id
+            await until(lambda: pool.snapshot().num_live_turns == 0)
+            accounts = await two.accounts()
+            assert await two.statistics() == pool.statistics()
+            assert {name: account.num_tokens for name, account in accounts.items()} == {
+                name: account.num_tokens for name, account in pool.accounts().items()
+            }
+        assert sum(account.num_tokens for account in accounts.values()) == 25
+        assert sum(account.num_ended[HopEnd.FINISHED] for account in accounts.values()) == 5
+
+
+async def test_an_engine_without_an_address_is_streamed_from_through_the_pool() -> None:
+    engines = fakes(2)
+    async with pool_of(engines) as (pool, url), RolloutPool.connect(url) as remote:
+        wanted, got = await pool.generate(turn()), await remote.generate(turn())
+        assert got.token_ids == wanted.token_ids
+        await until(lambda: pool.snapshot().num_live_turns == 0)
+        assert not any(engine.aborted for engine in engines)
+
+
+async def test_the_proxy_streams_nothing_but_attempts_under_way() -> None:
+    async with pool_of(fakes(1)) as (_, url):
+        engine = RemoteEngine(f"{url}/engines/e0")
+        request = turn()
+        with pytest.raises(EngineError, match="no attempt under way"):
+            async for _ in engine.generate(_request(request)):
+                pass
+        await engine.close()
+
+
+@pytest.mark.parametrize("is_direct", [True, False])
+async def test_a_turn_that_stalls_moves_with_its_tokens(*, is_direct: bool) -> None:
+    async with _either(is_direct=is_direct, token_s=0.01) as (pool, url, engines), RolloutPool.connect(url) as remote:
+        task = asyncio.create_task(remote.generate(turn(max_tokens=200)))
+        await until(lambda: any(record.token_ids for record in pool._state.live.values()))
+        first = next(engine for engine in engines if engine.num_in_flight)
+        first.stall()
+        got = await task
+        first.unstall()
+        wanted = await pool.generate(turn(max_tokens=200))
+        assert got.token_ids == wanted.token_ids
+        assert len(got.logprobs) == 200
+        assert HopEnd.STALLED in {hop.ended for hop in got.hops}
+        assert got.hops[0].num_tokens > 0
+        assert sum(hop.num_tokens for hop in got.hops) == 200
+        assert len(first.aborted) == 1
+
+
+async def test_a_stream_that_breaks_off_goes_on_elsewhere() -> None:
+    """Case E09, as the client of an engine meets it."""
+    async with direct_pool(2, config=FORGIVING) as (pool, url, servers), RolloutPool.connect(url) as remote:
+        servers[0].cuts = servers[1].cuts = [3]
+        result = await remote.generate(turn(max_tokens=8))
+        assert result.token_ids == (await pool.generate(turn(max_tokens=8))).token_ids
+        assert [hop.ended for hop in result.hops] == [HopEnd.LOST, HopEnd.FINISHED]
+        assert [hop.num_tokens for hop in result.hops] == [3, 5]
+        await until(lambda: pool.snapshot().num_live_turns == 0)
+
+
+async def test_a_client_s_word_takes_no_engine_out_of_the_pool() -> None:
+    async with direct_pool(1, config=FORGIVING) as (pool, url, servers), RolloutPool.connect(url) as remote:
+        servers[0].cuts = [0]
+        assert [hop.ended for hop in (await remote.generate(turn())).hops] == [HopEnd.LOST, HopEnd.FINISHED]
+        assert pool.snapshot().engines[0].state.value == "ready"
+
+
+async def test_refusals_and_deadlines_come_in_their_own_types() -> None:
+    async with direct_pool(1, token_s=0.05) as (_, url, _), RolloutPool.connect(url) as remote:
+        with pytest.raises(RequestRefusedError, match="token ids outside"):
+            await remote.generate(turn(num_prompt=2000))
+        full = await remote.generate(turn(num_prompt=5000))  # case E01: no engine is asked
+        assert (full.token_ids, full.finish_reason, full.hops) == ((), FinishReason.LENGTH, ())
+        with pytest.raises(DeadlineExceededError, match="not done after"):
+            await remote.generate(turn(max_tokens=50, deadline_s=0.1))
+        with pytest.raises(TypeError, match="turn must be"):
+            await remote.generate("hello")  # type: ignore[arg-type]
+
+
+async def test_versions_are_kept_to() -> None:
+    version = WeightVersion("r", 3)
+    async with direct_pool(2, weight_version=version) as (_, url, servers), RolloutPool.connect(url) as remote:
+        got = await remote.generate(turn(versions=AtLeast(3)))
+        assert [span.version for span in got.versions] == [version]
+        for server in servers:  # the engine's own word is what counts
+            server.engine.weight_version = WeightVersion("r", 2)
+        with pytest.raises((TurnFailedError, DeadlineExceededError)):
+            await remote.generate(turn(versions=AtLeast(3), deadline_s=0.5))
+
+
+async def test_a_cancelled_call_is_aborted_once_and_leaves_nothing() -> None:
+    """Case E11 over the direct path: waiting, in flight, and about to begin."""
+    async with direct_pool(2, token_s=0.05, max_running=2) as (pool, url, servers), RolloutPool.connect(url) as remote:
+        tasks = [asyncio.create_task(remote.generate(turn(f"t{n}", max_tokens=500))) for n in range(10)]
+        await until(lambda: sum(server.num_asked for server in servers) == 10)
+        late = asyncio.create_task(remote.generate(turn("late")))
+        await asyncio.sleep(0)
+        for task in [*tasks, late]:
+            task.cancel()
+        await asyncio.gather(*tasks, late, return_exceptions=True)
+        await until(lambda: pool.snapshot().num_live_turns == 0 and not remote._calls)
+        await until(lambda: not any(server.engine.num_in_flight for server in servers))
+        await until(lambda: all(view.num_in_flight == 0 for view in pool.snapshot().engines))
+        for server in servers:
+            assert len(server.aborts) == len(set(server.aborts))
+            assert len(server.engine.aborted) == len(set(server.engine.aborted)) == len(server.engine.requests)
+        assert len((await remote.generate(turn("after"))).token_ids) == 5
+
+
+async def test_a_client_that_vanishes_has_its_turns_cancelled() -> None:
+    async with direct_pool(1, token_s=0.05, linger_s=0.2) as (pool, url, servers):
+        async with aiohttp.ClientSession() as session:
+            socket = await _connect(session, url)
+            await socket.send_json(direct.submit_to_wire("1", turn(max_tokens=500)))
+            assert (await socket.receive_json())[0] == direct.START
+            socket._response.connection.transport.abort()  # type: ignore[union-attr] # as a killed process
+            assert pool.snapshot().num_live_turns == 1
+            await until(lambda: pool.snapshot().num_live_turns == 0)
+        await until(lambda: len(servers[0].aborts) == 1)
+        assert pool.accounts()[servers[0].engine.engine_id].num_ended[HopEnd.STALLED] == 0
+
+
+async def test_a_client_that_is_silent_blames_no_engine_and_is_given_up_at_last() -> None:
+    given = {"config": PoolConfig(stall_s=1.5), "silent_s": 4.0}
+    async with direct_pool(1, **given) as (pool, url, servers), aiohttp.ClientSession() as session:
+        socket = await _connect(session, url)
+        await socket.send_json(direct.submit_to_wire("1", turn(max_tokens=500)))
+        await socket.receive_json()
+        await asyncio.sleep(2.5)
+        assert pool.snapshot().num_live_turns == 1
+        assert pool.accounts()[servers[0].engine.engine_id].num_rerouted == 0
+        await until(lambda: pool.snapshot().num_live_turns == 0)
+
+
+async def test_a_broken_connection_loses_nothing() -> None:
+    async with direct_pool(2, token_s=0.01) as (pool, url, servers), RolloutPool.connect(url) as remote:
+        tasks = [asyncio.create_task(remote.generate(turn(f"t{n}", max_tokens=60))) for n in range(6)]
+        for _ in range(3):
+            await asyncio.sleep(0.15)
+            num = remote._link.num_connections
+            _cut(remote)
+            await until(lambda num=num: remote._link.num_connections > num)
+        results = await asyncio.gather(*tasks)
+        assert [len(result.token_ids) for result in results] == [60] * 6
+        assert sum(server.num_asked for server in servers) == 6  # none ran twice
+        await until(lambda: pool.snapshot().num_live_turns == 0 and not remote._calls)
+        assert sum(account.num_tokens for account in pool.accounts().values()) == 360
+
+
+async def test_turns_go_on_when_the_pool_comes_back_as_another_process() -> None:
+    async with engine_servers(fakes(1, token_s=0.01)) as servers:
+        engine = RemoteEngine(servers[0].url, engine_id="e0")
+        async with pool_of([engine]) as (_, url):
+            remote = RemotePool(url)
+            await remote.__aenter__()
+            task = asyncio.create_task(remote.generate(turn(max_tokens=100)))
+            await until(lambda: servers[0].num_asked)
+        port = int(url.rpartition(":")[2])
+        async with _again([engine], port) as pool:
+            assert len((await task).token_ids) == 100
+            await until(lambda: pool.snapshot().num_live_turns == 0)
+        await remote.__aexit__(None, None, None)
+        await engine.close()
+
+
+async def test_a_turn_that_is_submitted_twice_runs_once() -> None:
+    async with direct_pool(1, token_s=0.01) as (pool, url, servers), aiohttp.ClientSession() as session:
+        socket = await _connect(session, url)
+        starts = []
+        for _ in range(2):
+            await socket.send_json(direct.submit_to_wire("1", turn(max_tokens=9)))
+            starts.append(await socket.receive_json())
+        assert starts[0] == starts[1]
+        attempt = starts[0][2]
+        part = [TokenChunk(token_ids=(5,), logprobs=(-0.1,))]
+        await socket.send_json(direct.report_to_wire(direct.Report(turn_id="1", attempt=attempt, start=0, chunks=part)))
+        chunks = [TokenChunk(token_ids=(5, 6), logprobs=(-0.1, -0.2))]
+        report = direct.report_to_wire(
+            direct.Report(turn_id="1", attempt=attempt, start=0, chunks=chunks, end=FinishReason.STOP)
+        )
+        for _ in range(2):
+            await socket.send_json(report)
+        await socket.send_json(direct.submit_to_wire("1", turn(max_tokens=9)))
+        told = [await socket.receive_json()]
+        await socket.send_json(direct.submit_to_wire("1", turn(max_tokens=9)))
+        while len(told) < 3 and await _has_more(socket, told):
+            pass
+        assert all(one == told[0] for one in told)
+        assert told[0][0] == direct.SETTLED
+        assert told[0][2]["num_tokens"] == 2
+        assert told[0][2]["hops"][0]["num_tokens"] == 2
+        assert pool.accounts()[servers[0].engine.engine_id].num_tokens == 2
+
+
+async def test_a_call_that_is_cancelled_while_there_is_no_connection_is_cancelled_afterwards() -> None:
+    async with direct_pool(1, token_s=0.05, linger_s=30.0) as (pool, url, servers), RolloutPool.connect(url) as remote:
+        task = asyncio.create_task(remote.generate(turn(max_tokens=500)))
+        await until(lambda: servers[0].num_asked)
+        _cut(remote)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await until(lambda: remote._link.num_connections == 2 and pool.snapshot().num_live_turns == 0)
+        await until(lambda: len(servers[0].engine.aborted) == 1)
+
+
+async def test_a_turn_whose_client_left_is_not_begun_again() -> None:
+    async with direct_pool(2) as (pool, url, _), aiohttp.ClientSession() as session:
+        socket = await _connect(session, url)
+        await socket.send_json(direct.submit_to_wire("1", turn()))
+        attempt = (await socket.receive_json())[2]
+        report = direct.Report(turn_id="1", attempt=attempt, start=0, end=FinishReason.EVICTED)
+        await socket.send_json(direct.report_to_wire(report))
+        await socket.close()
+        await until(lambda: pool.snapshot().num_live_turns == 0)
+        assert sum(account.num_ended[HopEnd.STALLED] for account in pool.accounts().values()) == 0
+
+
+async def test_nonsense_ends_the_connection_and_nothing_else() -> None:
+    async with direct_pool(1) as (_, url, _), aiohttp.ClientSession() as session:
+        for nonsense in ("[]", "{}", '["report", "1"]', '["dance"]', "[1, [", '["submit", "x"]'):
+            socket = await _connect(session, url)
+            await socket.send_str(nonsense)
+            answer = await socket.receive()
+            is_refusal = answer.type is aiohttp.WSMsgType.TEXT and "request_refused_error" in answer.data
+            assert is_refusal or answer.type is aiohttp.WSMsgType.CLOSE
+            await socket.close()
+        async with RolloutPool.connect(url) as remote:
+            assert len((await remote.generate(turn())).token_ids) == 5
+
+
+async def test_tokens_are_asked_for() -> None:
+    tokens = [TokenConfig(name=name, sha256=_sha(name), access=access) for name, access in _ACCESS.items()]
+    async with direct_pool(1, tokens=tokens) as (_, url, _):
+        async with RolloutPool.connect(url, token="math") as remote:  # noqa: S106 - of this test
+            assert len((await remote.generate(turn())).token_ids) == 5
+            assert (await remote.snapshot()).num_waiting == 0
+        for token in (None, "wrong", "board"):
+            with pytest.raises(ConfigError, match=r"refuses this client: 40[13]"):
+                await RolloutPool.connect(url, token=token).__aenter__()
+
+
+async def test_a_pool_that_is_not_there_is_named() -> None:
+    with pytest.raises(TransportError, match=r"127\.0\.0\.1:9 .*is the process alive"):
+        await RolloutPool.connect("http://127.0.0.1:9", timeout_s=0.2).__aenter__()
+    with pytest.raises(TurnFailedError, match="not open"):
+        await RolloutPool.connect("http://127.0.0.1:9").generate(turn())
+
+
+async def test_calls_fail_when_the_pool_stays_away() -> None:
+    async with direct_pool(1, token_s=5.0) as (_, url, _):
+        remote = RemotePool(url, reconnect_s=0.3)
+        await remote.__aenter__()
+        task = asyncio.create_task(remote.generate(turn()))
+        await asyncio.sleep(0.05)
+    with pytest.raises(TransportError, match="cannot be reached"):
+        await task
+    await remote.__aexit__(None, None, None)
+
+
+async def test_leaving_ends_the_calls() -> None:
+    async with direct_pool(1, token_s=5.0) as (pool, url, servers):
+        async with RolloutPool.connect(url) as remote:
+            task = asyncio.create_task(remote.generate(turn()))
+            await until(lambda: servers[0].num_asked)
+        with pytest.raises(TurnFailedError, match="closed"):
+            await task
+        await until(lambda: pool.snapshot().num_live_turns == 0)
+
+
+async def test_a_result_is_given_before_its_report() -> None:
+    async with direct_pool(1) as (pool, url, _), RolloutPool.connect(url) as remote:
+        live: list[int] = []
+        for n in range(5):
+            await remote.generate(turn(f"t{n}"))
+            live.append(pool.snapshot().num_live_turns)
+        assert live == [1] * 5
+        await until(lambda: pool.snapshot().num_live_turns == 0)
+
+
+# Below: what the tests share.
+
+_ACCESS = {"math": Access.JOB, "board": Access.READ}
+
+
+def _sha(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _request(of: Any) -> Any:
+    return EngineRequest(request_id=RequestId("stray"), prompt_ids=of.prompt_ids, sampling=of.sampling)
+
+
+def _cut(remote: RemotePool) -> None:
+    socket = remote._link._socket
+    assert socket is not None
+    socket._response.connection.transport.abort()  # type: ignore[union-attr]
+
+
+async def _has_more(socket: aiohttp.ClientWebSocketResponse, told: list[Any]) -> bool:
+    with contextlib.suppress(TimeoutError):
+        told.append(await socket.receive_json(timeout=0.2))
+        return True
+    return False
+
+
+async def _connect(session: aiohttp.ClientSession, url: str) -> aiohttp.ClientWebSocketResponse:
+    return await session.ws_connect(url + direct.PATH, headers={direct.SESSION_HEADER: "s"})
+
+
+def _either(*, is_direct: bool, **options: Any) -> Any:
+    @contextlib.asynccontextmanager
+    async def opened() -> AsyncIterator[tuple[RolloutPool, str, list[FakeEngine]]]:
+        config = PoolConfig(stall_s=1.5, reading_interval_s=0.1)
+        if is_direct:
+            async with direct_pool(2, config=config, **options) as (pool, url, servers):
+                yield pool, url, [server.engine for server in servers]
+        else:
+            engines = fakes(2, **options)
+            async with pool_of(engines, config=config) as (pool, url):
+                yield pool, url, engines
+
+    return opened()
+
+
+def _again(engines: list[Any], port: int) -> Any:
+    @contextlib.asynccontextmanager
+    async def opened() -> AsyncIterator[RolloutPool]:
+        async with RolloutPool(engines) as pool, serve_pool(PoolService(pool, name="toy"), f"127.0.0.1:{port}"):
+            yield pool
+
+    return opened()
