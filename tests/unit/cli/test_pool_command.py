@@ -46,9 +46,9 @@ def test_check_says_what_would_run(job: Path, capsys: pytest.CaptureFixture[str]
 
 
 def test_what_is_wrong_is_one_line_each(job: Path, capsys: pytest.CaptureFixture[str]):
-    job.write_text(JOB.replace("count = 2", "count = 4").replace('name = "lake"', 'nmae = "lake"\nname = "lake"'))
+    job.write_text(JOB.replace("count = 2", "count = 4").replace('name = "lake"', 'namee = "lake"\nname = "lake"'))
     assert main(["pool", str(job)]) == EXIT_USER_ERROR
-    assert capsys.readouterr().err.startswith(f"rose: error: {job}: job.nmae: unknown key; did you mean 'name'?")
+    assert capsys.readouterr().err.startswith(f"rose: error: {job}: job.namee: unknown key; did you mean 'name'?")
     job.write_text(JOB.replace("count = 2", "count = 4"))
     assert main(["pool", str(job)]) == EXIT_USER_ERROR
     assert "rose: error: " in (said := capsys.readouterr().err)

@@ -100,7 +100,7 @@ def test_the_smallest_file_borrows_nothing(tmp_path: Path):
         (('listen = "127.0.0.1:7000"', ""), "transport: give either listen, to serve a store from the trainer"),
         (('token_file = "FOLDER/store.token"', 'address = {name = "mooncake"}'), "transport: give either listen"),
         (("lender.token", "none.token"), "cannot read a token from"),
-        (("[job]\n", "[job]\nnmae = 1\n"), "job.nmae: unknown key; did you mean 'name'?"),
+        (("[job]\n", "[job]\nnamee = 1\n"), "job.namee: unknown key; did you mean 'name'?"),
         (('name = "lake"', 'name = "a b"'), "job.name must be a string like"),
     ],
 )

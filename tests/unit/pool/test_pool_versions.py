@@ -361,7 +361,7 @@ class TestRejoin:
         engines = {name: engine(clock, name) for name in "abcd"}
 
         async def work():
-            own = [engines[name] for name in "abd"]
+            own = [engines[name] for name in ("a", "b", "d")]
             async with RolloutPool(own, borrowed=[engines["c"]], clock=clock) as pool:
                 for name in "abc":
                     engines[name].die()
