@@ -176,7 +176,7 @@ class RemotePool:
             call.stop()
 
     def _begin(self, call: RemoteCall, start: direct.Start) -> None:
-        is_known = call.start is not None and call.start.attempt == start.attempt
+        is_known = call.is_making(start)
         if call.waiter.done() and not is_known:  # moved, while its result was on the way to the caller
             self._drop(call)
             return
