@@ -10,6 +10,7 @@ import pytest
 
 pytest.importorskip("aiohttp", reason="aiohttp is not installed: pip install 'rose-rl[http]'")
 
+from rose import registry
 from rose.backends.openai import OpenAiEngine
 from rose.errors import (
     EngineBusyError,
@@ -303,7 +304,8 @@ async def test_another_process_reaches_the_same_server_by_its_address():
         engine = OpenAiEngine(url, engine_id="e", version="run:7", vocab_size=900)
         address = engine.address()
         assert isinstance(engine, SupportsAddress)
-        again = OpenAiEngine(**dict(address.options))
+        again = registry.serving_engine(address.name, **dict(address.options))
+        assert isinstance(again, OpenAiEngine)
         assert address.name == "openai"
         assert again.address() == address
         assert (again.engine_id, again.weight_version) == ("e", WeightVersion("run", 7))

@@ -350,8 +350,11 @@ async def test_tokens_are_asked_for() -> None:
 
 
 async def test_a_pool_that_is_not_there_is_named() -> None:
-    with pytest.raises(TransportError, match=r"127\.0\.0\.1:9 .*is the process alive"):
+    with pytest.raises(TransportError, match=r"127\.0\.0\.1:9 .*Connect call failed.*is the process alive"):
         await RolloutPool.connect("http://127.0.0.1:9", timeout_s=0.2).__aenter__()
+    for wrong in ("127.0.0.1:9", "", "ws://127.0.0.1:9"):
+        with pytest.raises(ConfigError, match="is no URL of a pool"):
+            RolloutPool.connect(wrong)
     with pytest.raises(TurnFailedError, match="not open"):
         await RolloutPool.connect("http://127.0.0.1:9").generate(turn())
 

@@ -137,6 +137,7 @@ async def test_a_stream_goes_on_over_a_move() -> None:
         (turn_to_wire(turn()) | {"prompt_ids": []}, "at least 1 token ids"),
         (turn_to_wire(turn()) | {"prompt_ids": ["a"]}, "got 'a' at place 0"),
         (turn_to_wire(turn()) | {"temperature": 1}, "unknown: temperature"),
+        (turn_to_wire(turn()) | {"sampling": {"max_token": 1}}, "unknown in sampling: max_token"),
         (turn_to_wire(turn()) | {"versions": {"newest": 1}}, "at_least"),
         (turn_to_wire(turn()) | {"turn_id": "a", "stream": True}, "leave out turn_id or stream"),
     ],
