@@ -126,6 +126,9 @@ async def _config(arguments: argparse.Namespace) -> CheckConfig:
             token_file=token_file,
             fencing_tokens=leases,
         )
+    elif "://" in arguments.target:
+        message = f"{arguments.target!r} is no URL of an engine; those begin with {' or '.join(_URLS)}"
+        raise ConfigError(message)
     else:
         config = load(CheckConfig, filled_path(arguments.target, option="URL|CONFIG"))
         entry = config.engine
