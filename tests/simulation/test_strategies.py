@@ -217,5 +217,5 @@ if __name__ == "__main__":
 @pytest.mark.parametrize(
     ("name", "is_adaptive"), [("default", True), ("paper", False), ("fixed", False), ("spot", False)]
 )
-def test_only_the_projects_own_policies_adapt_the_number_of_turns(name: str, is_adaptive: bool) -> None:
+def test_only_the_projects_own_policies_adapt_the_number_of_turns(name: str, *, is_adaptive: bool) -> None:
     assert pool_config(small(), strategy_named(name)).concurrency.is_adaptive == is_adaptive
