@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from rose.policies import ordered, staleness
 from rose.policies.routing import (
+    UNTRIED_SLOTS,
     Assign,
     Circuit,
     EngineState,
@@ -117,6 +118,7 @@ class Scan:
             view.kind is EngineKind.DEDICATED
             and view.state is EngineState.READY
             and staleness.is_admissible(turn.versions, view.version, self.run)
+            and (self.has_slot(view) or view.circuit is Circuit.CLOSED)
             for view in self.views.values()
         )
 
@@ -126,7 +128,9 @@ class Scan:
         return view.num_in_flight < self.cap(view)
 
     def cap(self, view):
-        return CAP if view.num_slots is None else min(CAP, view.num_slots)
+        cap = CAP if view.num_slots is None else min(CAP, view.num_slots)
+        is_spared = view.num_shown is not None and self.config.rule is RoutingRule.VALUE
+        return min(cap, UNTRIED_SLOTS + view.num_shown) if is_spared else cap
 
     def has_kv_room(self, view, turn):
         if view.kv_total_tokens is None:
@@ -181,6 +185,7 @@ VIEWS = st.builds(
     num_seats=st.sampled_from([0, 0, 1, 2]),
     num_slots=st.sampled_from([None, None, 0, 1, 2]),
     is_slow=st.booleans(),
+    num_shown=st.sampled_from([None, None, 0, 1]),
 )
 TURNS = st.builds(
     TurnView,

@@ -14,9 +14,9 @@ import pytest
 from rose.errors import ConfigError
 from rose.simulation.outcome import Outcome
 from rose.simulation.presets import PRESETS
-from rose.simulation.run import simulate, simulate_serving, train_s
+from rose.simulation.run import pool_config, simulate, simulate_serving, train_s
 from rose.simulation.scenario import Algorithm, Layout, Scenario
-from rose.simulation.strategies import STRATEGIES
+from rose.simulation.strategies import STRATEGIES, strategy_named
 from rose.simulation.trajectories import TrajectorySource
 
 GOLDEN = Path(__file__).parent / "golden.json"
@@ -212,3 +212,10 @@ if __name__ == "__main__":
         json.dumps({name: figures(name) for name in ("fixed", "default", "paper", "spot")}, indent=1) + "\n",
         encoding="utf-8",
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "is_adaptive"), [("default", True), ("paper", False), ("fixed", False), ("spot", False)]
+)
+def test_only_the_projects_own_policies_adapt_the_number_of_turns(name: str, *, is_adaptive: bool) -> None:
+    assert pool_config(small(), strategy_named(name)).concurrency.is_adaptive == is_adaptive

@@ -67,7 +67,7 @@ class RoutingConfig:
         load_margin: Before paces are known: a turn leaves its engine for one of the same kind that has fewer turns, if it would
             have over this many fewer once the turn stayed.
         max_slowdown: On a borrowed engine where a token takes more than this many times what it takes on a dedicated one no trajectory
-            begins, as long as there is a dedicated one for it, if need be later.
+            begins, as long as there is a dedicated one for it, if need be later, whose circuit is not open.
         pace: How paces are learned.
     """
 
@@ -98,6 +98,7 @@ class EngineView:
         most_left_tokens: The most that one of its trajectories is expected to make yet.
         num_seats: Trajectories that will soon be back with their next turn, as far as can be told.
         is_slow: See ``RoutingConfig.max_slowdown``.
+        num_shown: Turns of the pool that it has shown a token of since it joined; ``None``: enough of them.
     """
 
     engine_id: EngineId
@@ -118,6 +119,7 @@ class EngineView:
     most_left_tokens: float = 0.0
     num_seats: int = 0
     is_slow: bool = False
+    num_shown: int | None = None
 
 
 @attrs.frozen(kw_only=True)

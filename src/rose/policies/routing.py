@@ -2,7 +2,8 @@
 
 An engine is admissible for a turn when it is ready, holds an admissible version, its circuit lets a request through, it
 has an open slot under the cap and KV room for the prompt and every token that the turn may still make; for a trajectory that
-begins, also when it is not slow, unless no dedicated engine is there for it. Engines that just evicted or stalled this turn are
+begins, also when it is not slow, unless no dedicated engine is there for it whose circuit lets requests through. An engine that joined has ``UNTRIED_SLOTS`` slots and
+one more for each turn that it shows a token of: one that is dead fails no more than those, and the first of several takes no whole queue. Engines that just evicted or stalled this turn are
 avoided: one is taken when it is the only one, so that no turn is stranded. Among the others:
 
 * A later turn goes to the engine of the turn before, unless ``rose.policies.migration`` finds the first dedicated or the first borrowed
@@ -10,7 +11,7 @@ avoided: one is taken when it is the only one, so that no turn is stranded. Amon
 * Any other turn goes to the first dedicated engine, or else the first borrowed one. The first has such a slot, then it is the one whose trajectories are
   expected to end soonest (of idle ones, the fastest), then the one with the fewest turns in flight, the lowest KV use, the lowest id.
 
-By the ``paper`` rule engines are not left for others, and the first has the fewest turns in flight.
+By the ``paper`` rule engines are not left for others, new ones have all their slots at once, and the first has the fewest turns in flight.
 
 A decision looks at a few engines, however many there are: the ready ones with an open slot are kept in that order, by kind
 and version, with bounds of their KV room.
@@ -67,6 +68,9 @@ _MOVED_REASON = {
 
 _OUT = frozenset({EngineState.DRAINING, EngineState.FENCED, EngineState.LOST})
 """States from which no engine comes back to the version that it had."""
+
+UNTRIED_SLOTS = 2
+"""Turns in flight on an engine that has shown no token yet since it joined."""
 
 _ANY_SIZE: Sizes = (math.inf, math.inf)
 
@@ -279,7 +283,7 @@ class RoutingIndex:
         if is_dedicated_only:
             return dedicated, []
         borrowed = self._with_version(self._borrowed, versions)
-        if self._slow and not (is_new and dedicated):
+        if self._slow and not (is_new and _has_hope(dedicated)):
             borrowed += self._with_version(self._slow, versions)
         return dedicated, borrowed
 
@@ -297,7 +301,7 @@ class RoutingIndex:
 
     def _is_barred(self, view: EngineView, turn: TurnView) -> bool:
         """Tell whether no trajectory may begin on a slow engine."""
-        return view.is_slow and turn.affinity is None and bool(self._with_version(self._dedicated, turn.versions))
+        return view.is_slow and turn.affinity is None and _has_hope(self._with_version(self._dedicated, turn.versions))
 
     def _has_slot(self, view: EngineView) -> bool:
         if view.circuit is Circuit.OPEN or (view.circuit is Circuit.HALF_OPEN and view.num_probing > 0):
@@ -306,6 +310,8 @@ class RoutingIndex:
 
     def _cap(self, view: EngineView) -> int:
         cap = self._config.cap_per_engine
+        if view.num_shown is not None and self._config.rule is RoutingRule.VALUE:
+            cap = min(cap, UNTRIED_SLOTS + view.num_shown)
         return cap if view.num_slots is None else min(cap, view.num_slots)
 
     def _has_seat(self, view: EngineView) -> bool:
@@ -327,6 +333,11 @@ def _first(groups: list[_Group], asked: Sizes, avoid: AbstractSet[EngineId]) -> 
     if len(groups) == 1:
         return groups[0].first(asked, avoid)
     return min((place for group in groups if (place := group.first(asked, avoid)) is not None), default=None)
+
+
+def _has_hope(groups: list[_Group]) -> bool:
+    """Tell whether an engine of these takes turns, or will once those end that it has: not all have failed."""
+    return any(len(group.open) or group.num_full for group in groups)
 
 
 def _asked(turn: TurnView) -> Sizes:

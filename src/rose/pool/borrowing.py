@@ -174,7 +174,7 @@ class Borrower:
                 engine.set_lease(*tokens)
             await _wake(engine)
             await self._pool.add_engine(engine, EngineKind.BORROWED, lease_id=loan.leases[0].lease_id)
-        except EngineLostError as error:
+        except EngineError as error:
             _logger.warning("device %s is given back: %s", "+".join(loan.device_ids), error)
             await self._give_up(loan)
             await self._take_out(loan, "it does not answer")

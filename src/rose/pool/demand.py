@@ -68,16 +68,24 @@ class PoolDemand:
         return len(self._seen_s)
 
     def _load(self, snapshot: PoolSnapshot, joined: dict[EngineId, Loan], num_held: int, num_under_way: int) -> Load:
-        cap = self._pool.config.routing.cap_per_engine
-        own = [v for v in snapshot.engines if v.kind is EngineKind.DEDICATED and v.state in _WORKING]
-        lent = [v for v in snapshot.engines if v.engine_id in joined]
-        used = [view.num_in_flight for view in lent if view.num_in_flight]
         is_full = any(snapshot.waiting.get(reason) for reason in (WaitReason.SLOTS, WaitReason.KV))
+        own = [v for v in snapshot.engines if v.kind is EngineKind.DEDICATED and v.state in _WORKING]
+        used = [v for v in snapshot.engines if v.engine_id in joined and v.num_in_flight]
+        lent_slots = [self._num_slots(view, is_full=is_full) for view in used]
         return Load(
             num_trajectories=num_under_way,
-            # what engines hold that take no more is what they can take: memory may be short before slots are
-            num_own_slots=sum(view.num_in_flight for view in own) if is_full else cap * len(own),
-            num_slots=max(1.0, sum(used) / len(used)) if is_full and used else cap,
+            num_own_slots=sum(self._num_slots(view, is_full=is_full) for view in own),
+            num_slots=max(1.0, sum(lent_slots) / len(used)) if used else self._pool.config.routing.cap_per_engine,
             num_used=len(used),
             num_held=num_held,
         )
+
+    def _num_slots(self, view: EngineView, *, is_full: bool) -> int:
+        """Return how many turns an engine can take.
+
+        While turns wait it is what it holds: memory may be short before slots are. One that just joined has more to come.
+        """
+        if is_full and view.num_shown is None:
+            return view.num_in_flight
+        cap = self._pool.config.routing.cap_per_engine
+        return cap if view.num_slots is None else min(cap, view.num_slots)

@@ -138,16 +138,19 @@ class Driver:
             self._pumps.pop(attempt.number).cancel()
 
     async def _stop(self, attempt: Attempt) -> None:
-        """Abort a request, then close its stream; what it still says on the way is discarded by the state."""
-        member = attempt.member
+        """Abort a request, then close its stream; what it still says on the way is discarded by the state.
+
+        An engine that does not answer the abort for ``reading_timeout_s``, on the loop's time, does not keep the slot: the closed stream
+        has to do.
+        """
+        member, request_id = attempt.member, attempt.request.request_id
         try:
-            await member.engine.abort(attempt.request.request_id)
+            async with asyncio.timeout(self._config.reading_timeout_s):
+                await member.engine.abort(request_id)
         except EngineLostError as error:
             self._state.lifecycle.fall_out(member, EngineState.LOST, str(error), self._clock.now())
         except Exception:  # noqa: BLE001 - the root of a task: an abort that fails leaves the closing of the stream
-            _logger.warning(
-                "engine %s: abort of %s failed", member.engine_id, attempt.request.request_id, exc_info=True
-            )
+            _logger.warning("engine %s: abort of %s failed", member.engine_id, request_id, exc_info=True)
         finally:
             pump = self._pumps.get(attempt.number)
             if pump is not None:

@@ -77,6 +77,7 @@ class Member:
         num_waiting_prompt_tokens: Prompt tokens of held attempts that show no token yet, without prefixes that were here.
         seats: Trajectories whose last turn ended here, and until when their next one is expected; in the order of those times.
         lease_ends_s: When its lease ends unless it is renewed; ``None`` when the pool was not told.
+        num_shown: Turns that it has shown a token of since it joined.
         slots: How many turns it may have in flight, as its KV memory tells.
         is_kept_free: It takes no turn for the moment, so that a large one will find room on it.
         why: What brought it into its state.
@@ -96,6 +97,7 @@ class Member:
     load_tokens: int = 0
     num_waiting_prompt_tokens: int = 0
     seats: dict[str, float] = attrs.field(factory=dict)
+    num_shown: int = 0
     last_token_s: float = -math.inf
     busy_since_s: float = 0.0
     asked_s: float = math.inf
@@ -114,6 +116,11 @@ class Member:
     def is_serving(self) -> bool:
         """Return whether it takes turns, now or after the activation that it is in."""
         return self.state in _SERVING
+
+    @property
+    def is_new(self) -> bool:
+        """Return whether it has shown tokens of fewer turns than it may have at once."""
+        return self.num_shown < self.slots.cap
 
     def note_reading(self, reading: EngineSnapshot, now_s: float) -> None:
         """Take a newer reading; it may move the number of slots."""
@@ -285,6 +292,7 @@ class Membership:
             ),
             num_seats=self._num_seats(member),
             is_slow=estimate is not None and estimate.slowdown > self._config.routing.max_slowdown,
+            num_shown=member.num_shown if member.is_new else None,
         )
 
     def _num_seats(self, member: Member) -> int:
@@ -318,15 +326,22 @@ class Membership:
                 del stalls[engine_id]
         return set(stalls)
 
-    def note_tokens(self, attempt: Attempt, taken: int) -> None:
-        """Count tokens that an open attempt made; the first one shows that its prompt was computed."""
+    def note_tokens(self, attempt: Attempt, taken: int, now_s: float) -> bool:
+        """Count tokens that an open attempt made; returns whether the first one opened its engine to more turns."""
         member, is_first = attempt.member, not attempt.num_tokens
         attempt.num_tokens += taken
         member.load_tokens += taken
         member.account.num_tokens += taken
-        if is_first and attempt.num_fresh_tokens:
-            member.num_waiting_prompt_tokens -= attempt.num_fresh_tokens
+        attempt.last_progress_s = member.last_token_s = now_s
+        if not is_first:
+            return False
+        was_new = member.is_new
+        member.num_shown += 1
+        member.num_waiting_prompt_tokens -= attempt.num_fresh_tokens  # its prompt was computed
+        has_opened = member.circuit.succeed() or was_new
+        if has_opened or attempt.num_fresh_tokens:
             self.refresh(member)
+        return has_opened
 
     def learn(self, attempt: Attempt, now_s: float) -> None:
         """Learn an engine's pace from a turn that finished: from one that found its prefix there, or computed it anew."""

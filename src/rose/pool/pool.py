@@ -378,7 +378,7 @@ class RolloutPool:
     # Beginning and end.
 
     async def __aenter__(self) -> Self:
-        """Take the first engines in. One that does not answer is left out, unless none answers."""
+        """Take the first engines in. One that does not answer is lost (and asked again, ``rejoin_s``), unless none answers."""
         await self._driver.start()
         try:
             await self._add_first_engines()
@@ -400,6 +400,9 @@ class RolloutPool:
         for error in errors:
             if len(errors) == len(outcomes) or not isinstance(error, EngineError):
                 raise error
+        for member in self._state.engines.members.values():
+            if member.state is EngineState.LOST:
+                self._try_again(member)
 
     def _check_open(self) -> None:
         if not self._driver.is_open:

@@ -164,7 +164,7 @@ class PoolState:
         except EngineError as error:
             self._break_off(attempt, str(error), now_s, is_over=is_over)
             return True
-        has_news = taken > 0 and self._note_progress(attempt, taken, now_s)
+        has_news = taken > 0 and self.engines.note_tokens(attempt, taken, now_s)
         if chunk.finish_reason is not None:
             self._finish(attempt, chunk.finish_reason, now_s)
         elif taken < len(chunk.token_ids):
@@ -326,17 +326,6 @@ class PoolState:
         self._actions.append(StartAttempt(attempt))
         self._journal.assigned(attempt, now_s)
         self.recorder.assigned(attempt)
-
-    def _note_progress(self, attempt: Attempt, taken: int, now_s: float) -> bool:
-        """Count tokens; returns whether a first token closed the engine's circuit."""
-        member = attempt.member
-        is_first = attempt.num_tokens == 0
-        self.engines.note_tokens(attempt, taken)
-        attempt.last_progress_s = member.last_token_s = now_s
-        if is_first and member.circuit.succeed():
-            self.engines.refresh(member)
-            return True
-        return False
 
     def _finish(self, attempt: Attempt, reason: FinishReason, now_s: float) -> None:
         """Act on the finish reason that the engine gave."""

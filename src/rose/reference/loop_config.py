@@ -41,7 +41,7 @@ class LoopConfig:
         max_staleness: ``async``: versions by which the oldest token of a trajectory may lie behind the weights that are trained.
         turn_timeout_s: Longest wait for one turn.
         trajectory_timeout_s: Longest time for one trajectory; more than for a turn.
-        env_timeout_s: Longest wait for one answer of an environment.
+        env_timeout_s: Longest wait for one answer of an environment, whose process is ended then; less than for a trajectory.
         num_env_processes: Processes that run the environments.
         pool: URL of a running ``rose pool``; without it the pool runs in this process.
         pool_token_file: The bearer token for that.
@@ -76,6 +76,12 @@ class LoopConfig:
             message = (
                 f"trajectory_timeout_s must be above turn_timeout_s = {self.turn_timeout_s:g}, got "
                 f"{self.trajectory_timeout_s:g}; a turn that hangs is given up before its trajectory"
+            )
+            raise ValueError(message)
+        if self.env_timeout_s >= self.trajectory_timeout_s:
+            message = (
+                f"trajectory_timeout_s must be above env_timeout_s = {self.env_timeout_s:g}, got "
+                f"{self.trajectory_timeout_s:g}; an environment that hangs is ended before its trajectory"
             )
             raise ValueError(message)
         if ":" not in self.env and self.env not in ENVIRONMENTS:

@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator
 import attrs
 
 from rose.backends.paced.profiles import Profile, kv_pool_bytes, profile_named
-from rose.pool import PoolConfig, RolloutPool, RoutingConfig
+from rose.policies.routing import RoutingRule
+from rose.pool import ConcurrencyConfig, PoolConfig, RolloutPool, RoutingConfig
 from rose.simulation.loop import VirtualLoop, new_loop
 from rose.simulation.outcome import Outcome, ServingOutcome
 from rose.simulation.rl_loops import Job, run_async, run_dapo, run_grpo
@@ -99,7 +100,7 @@ def _fitted_train_s(scenario: Scenario, seed: int) -> float:
 
 
 async def _run(scenario: Scenario, strategy: Strategy, seed: int, loop: VirtualLoop, train_time_s: float) -> Outcome:
-    config = _pool_config(scenario, strategy)
+    config = pool_config(scenario, strategy)
     world = World(scenario, seed, loop, stall_s=config.stall_s)
     algorithm = strategy.algorithm or scenario.loop.algorithm
     supply = strategy.supply()
@@ -133,7 +134,8 @@ async def _run(scenario: Scenario, strategy: Strategy, seed: int, loop: VirtualL
         return _outcome(job, seed)
 
 
-def _pool_config(scenario: Scenario, strategy: Strategy) -> PoolConfig:
+def pool_config(scenario: Scenario, strategy: Strategy) -> PoolConfig:
+    """Return the pool's settings for a strategy: a baseline and the published rules have their cap alone, whatever KV memory says."""
     cap = scenario.rollout.cap_per_gpu * profile_named(scenario.rollout.profile).num_gpus
     routing = RoutingConfig(
         cap_per_engine=cap if strategy.is_capped else _UNCAPPED,
@@ -142,6 +144,7 @@ def _pool_config(scenario: Scenario, strategy: Strategy) -> PoolConfig:
     )
     return PoolConfig(
         routing=routing,
+        concurrency=ConcurrencyConfig(is_adaptive=strategy.routing is RoutingRule.VALUE),
         stall_s=_STALL_S if strategy.is_capped else _PATIENT_S,
         reading_interval_s=_READING_S,
         weight_pull=scenario.link.weight_pull,

@@ -89,6 +89,7 @@ def test_a_wrong_option_is_named(job: Path, capsys: pytest.CaptureFixture[str], 
 @pytest.mark.parametrize(
     ("line", "said"),
     [
+        ("env_timeout_s = 1800.0", "loop: trajectory_timeout_s must be above env_timeout_s = 1800, got 1800"),
         ("turn_timeout_s = 2000.0", "loop: trajectory_timeout_s must be above turn_timeout_s = 2000, got 1800"),
         ('lost = "zero"', "loop.lost: expected one of 'partial', 'refill', 'drop', got a string ('zero')"),
         ("group_size = 1", "group_size must be an integer >= 2, got 1"),

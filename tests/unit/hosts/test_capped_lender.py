@@ -117,6 +117,21 @@ async def test_a_grant_whose_answer_was_lost_counts(site: Site):
     assert len(site.lender.leases) == 2
 
 
+async def test_a_release_that_is_cancelled_does_not_take_room_for_good(site: Site):
+    class Slow(LocalLender):
+        async def release(self, *args, **options) -> None:
+            await super().release(*args, **options)
+            await asyncio.Event().wait()
+
+    capped = CappedLender(Slow(site.lender), 2)
+    leases = await capped.ask(JOB, 2, devices=NAMES)
+    giving_back = asyncio.ensure_future(capped.release(JOB, [lease.lease_id for lease in leases]))
+    await asyncio.sleep(0)
+    giving_back.cancel()
+    await asyncio.gather(giving_back, return_exceptions=True)
+    assert len(await capped.ask(JOB, 2, devices=NAMES)) == 2
+
+
 async def test_an_end_that_the_job_did_not_cause_makes_room(site: Site):
     capped = CappedLender(LocalLender(site.lender), 2)
     leases = await capped.ask(JOB, 2, devices=NAMES)

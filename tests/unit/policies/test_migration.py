@@ -8,6 +8,7 @@ import pytest
 from rose.policies.migration import gain_s, remaining_tokens
 from rose.policies.routing import (
     Assign,
+    Circuit,
     EngineState,
     EngineView,
     RoutingConfig,
@@ -104,6 +105,8 @@ def test_no_trajectory_begins_on_a_slow_engine_while_there_is_a_dedicated_one() 
     new = attrs.evolve(TURN, affinity=None)
     assert not isinstance(choose(slow, full, turn=new), Assign)
     assert choose(slow, turn=new) == Assign(EngineId("here"), RouteReason.BORROWED)
+    broken = attrs.evolve(full, circuit=Circuit.OPEN)
+    assert choose(slow, broken, turn=new) == Assign(EngineId("here"), RouteReason.BORROWED)
     assert choose(slow, full) == STAY  # one that is there goes on
     assert choose(attrs.evolve(slow, is_slow=False), full, turn=new) == Assign(EngineId("here"), RouteReason.BORROWED)
 

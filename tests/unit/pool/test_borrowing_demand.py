@@ -12,6 +12,7 @@ import pytest
 
 from rose.coserving.ledger import Ledger
 from rose.coserving.lender import LeaseChange, Lender
+from rose.errors import EngineError
 from rose.policies.demand import DemandConfig, DemandTracker
 from rose.policies.lending import LendingConfig
 from rose.pool import Borrower, PoolConfig, RolloutPool, RoutingConfig
@@ -287,5 +288,40 @@ def test_time_to_be_ready_is_learned(site):
             pool.expect(16, at_s=site.clock.now() + 60.0)
             await site.clock.sleep(45.0)
             assert len(site.held()) == 4
+
+    site.run(work())
+
+
+def test_an_engine_that_fails_its_first_reading_is_given_back_and_stops_nothing(site):
+    async def broken():
+        message = "no reading today"
+        raise EngineError(message)
+
+    site.engines[DeviceId("d1")].snapshot = broken
+
+    async def work():
+        async with site.borrowing() as pool:
+            await site.clock.sleep(1.0)
+            assert site.held() == {"d0", "d2", "d3"}
+            await asyncio.gather(*turns(pool, 4))
+
+    site.run(work())
+
+
+def test_a_short_memory_of_the_own_engine_asks_for_more_borrowed_ones(site):
+    """What an engine can take is what its memory lets it, not the cap; what one that just joined can take is not what it has yet."""
+
+    async def work():
+        async with site.borrowing() as pool:
+            demand = site.borrower._demand
+            (own,) = (view for view in pool.snapshot().engines if view.engine_id == "own")
+
+            def slots(view, *, is_full=False):
+                return demand._num_slots(view, is_full=is_full)
+
+            assert slots(own) == NUM_SLOTS
+            assert slots(attrs.evolve(own, num_slots=1)) == 1
+            assert slots(attrs.evolve(own, num_slots=4, num_in_flight=2, num_shown=None), is_full=True) == 2
+            assert slots(attrs.evolve(own, num_slots=4, num_in_flight=2, num_shown=0), is_full=True) == NUM_SLOTS
 
     site.run(work())

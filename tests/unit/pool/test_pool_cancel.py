@@ -7,6 +7,7 @@ import gc
 
 import pytest
 
+from rose.policies.routing import RoutingRule
 from rose.pool import PoolConfig, RolloutPool, RoutingConfig
 from rose.testing import FakeEngine, ManualClock
 from rose.types import EngineId, EngineKind, HopEnd, Sampling, Turn
@@ -78,7 +79,7 @@ def test_cancelling_ten_of_ten(start_s, abort_s):
     engine.start_s, engine.abort_s = start_s, abort_s
 
     async def work():
-        config = PoolConfig(routing=RoutingConfig(cap_per_engine=4))
+        config = PoolConfig(routing=RoutingConfig(cap_per_engine=4, rule=RoutingRule.PAPER))  # all slots at once
         async with RolloutPool([engine], clock=clock, config=config) as pool:
             rollouts = [asyncio.ensure_future(pool.generate(turn(f"t{i}"))) for i in range(10)]
             await clock.sleep(0.05)
@@ -276,3 +277,24 @@ async def drive(clock: ManualClock, work) -> None:
     task = asyncio.ensure_future(work)
     await clock.advance(0.1)
     await task
+
+
+def test_an_abort_without_an_answer_does_not_keep_the_slot():
+    clock = ManualClock()
+    engine = late(clock)
+    engine.abort_s = 1e6
+
+    async def work():
+        config = PoolConfig(routing=RoutingConfig(cap_per_engine=1), reading_timeout_s=0.05)
+        async with RolloutPool([engine], clock=clock, config=config) as pool:
+            rollout = asyncio.ensure_future(pool.generate(turn("t")))
+            await clock.sleep(0.05)
+            rollout.cancel()
+            await asyncio.gather(rollout, return_exceptions=True)
+            assert [view.num_in_flight for view in pool.snapshot().engines] == [1]
+            while pool._driver._stops:
+                await asyncio.sleep(0.01)
+            assert_free(pool, engine)
+            assert len((await pool.generate(turn("next", max_tokens=3))).token_ids) == 3
+
+    run(clock, work)

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from rose.errors import EngineLostError
+from rose.errors import EngineError, EngineLostError
 from rose.pool import EngineState, EngineStateChanged, PoolConfig, RolloutPool, RoutingConfig
 from rose.testing import FakeEngine, ManualClock
 from rose.types import EngineId, EngineKind, HopEnd, LeaseId, RouteReason, Sampling, Turn, WeightVersion
@@ -51,11 +51,11 @@ def test_removing_an_engine_moves_its_turns_and_waits_for_the_aborts():
 
     async def work():
         async with RolloutPool([leaving], clock=clock, on_event=events.append) as pool:
-            turns = [asyncio.ensure_future(pool.generate(turn(f"t{i}"))) for i in range(3)]
+            turns = [asyncio.ensure_future(pool.generate(turn(f"t{i}"))) for i in range(2)]
             await clock.sleep(0.25)
             await pool.add_engine(other)
             assert await pool.remove_engine(A, "lease ended")
-            assert (leaving.num_in_flight, len(leaving.aborted)) == (0, 3)
+            assert (leaving.num_in_flight, len(leaving.aborted)) == (0, 2)
             results = await asyncio.gather(*turns)
             assert states(pool) == {"b": EngineState.READY}
             return results, pool.accounts()
@@ -63,7 +63,7 @@ def test_removing_an_engine_moves_its_turns_and_waits_for_the_aborts():
     results, accounts = run(clock, work)
     for result in results:
         assert [(hop.num_tokens, hop.ended) for hop in result.hops] == [(2, HopEnd.ABORTED), (8, HopEnd.FINISHED)]
-    assert accounts[A].num_tokens == 6
+    assert accounts[A].num_tokens == 4
     left = [event for event in events if isinstance(event, EngineStateChanged) and event.new is None]
     assert [(event.engine_id, event.why) for event in left] == [("a", "lease ended")]
 
@@ -342,3 +342,84 @@ def test_the_turns_of_a_draining_engine_move_when_it_is_fenced():
 
     for result in run(clock, work):
         assert [(hop.engine_id, hop.ended) for hop in result.hops] == [("a", HopEnd.LOST), ("b", HopEnd.FINISHED)]
+
+
+def test_an_engine_of_the_first_ones_that_did_not_answer_is_asked_again():
+    clock = ManualClock()
+    other = engine(clock, "b")
+
+    class Late(FakeEngine):
+        async def snapshot(self):
+            if self.clock.now() < 7.0:
+                message = "not up yet"
+                raise EngineLostError(message)
+            return await super().snapshot()
+
+    late = Late(engine_id=A, clock=clock, token_s=0.1)
+
+    async def work():
+        async with RolloutPool([late, other], clock=clock, config=PoolConfig(rejoin_s=5.0)) as pool:
+            before = states(pool)
+            await clock.sleep(20.0)
+            return before, states(pool)
+
+    before, after = run(clock, work)
+    assert before == {"a": EngineState.LOST, "b": EngineState.READY}
+    assert after == {"a": EngineState.READY, "b": EngineState.READY}
+
+
+def test_an_engine_that_joins_is_given_more_turns_as_it_shows_tokens():
+    clock = ManualClock()
+
+    async def work():
+        async with RolloutPool(clock=clock, config=PoolConfig(routing=RoutingConfig(cap_per_engine=6))) as pool:
+            turns = [asyncio.ensure_future(pool.generate(turn(f"t{i}", 50))) for i in range(8)]
+            await pool.add_engine(engine(clock, "a"))
+            seen = []
+            for _ in range(4):
+                seen.append(pool.snapshot().engines[0].num_in_flight)
+                await clock.sleep(0.11)
+            await asyncio.gather(*turns)
+            return seen
+
+    assert run(clock, work) == [2, 4, 6, 6]
+
+
+def test_the_first_of_several_engines_that_join_takes_no_more_than_its_share():
+    clock = ManualClock()
+
+    async def work():
+        async with RolloutPool(clock=clock) as pool:
+            turns = [asyncio.ensure_future(pool.generate(turn(f"t{i}", 50))) for i in range(16)]
+            for name in "abcd":
+                await pool.add_engine(engine(clock, name), EngineKind.BORROWED)
+            await clock.sleep(0.5)
+            shares = {view.engine_id: view.num_in_flight for view in pool.snapshot().engines}
+            await asyncio.gather(*turns)
+            return shares
+
+    assert run(clock, work) == {"a": 4, "b": 4, "c": 4, "d": 4}
+
+
+def test_a_dead_engine_is_sent_no_burst():
+    """The lost engine always looks the least loaded; it fails what it is sent at once."""
+    clock = ManualClock()
+
+    class Dead(FakeEngine):
+        num_sent = 0
+
+        async def generate(self, request):
+            self.num_sent += 1
+            message = "no such model"
+            raise EngineError(message)
+            yield
+
+    dead = Dead(engine_id=A, clock=clock)
+
+    async def work():
+        async with RolloutPool([dead, engine(clock, "b"), engine(clock, "c")], clock=clock) as pool:
+            return await asyncio.gather(*(pool.generate(turn(f"t{i}")) for i in range(100)))
+
+    results = run(clock, work)
+    assert all(len(result.token_ids) == 10 for result in results)
+    assert dead.num_sent == 2

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection, Mapping, Sequence
 
-from rose.errors import TransportError
 from rose.policies.lending import Lease
 from rose.pool.lease_source import LeaseSource
 from rose.types import DeviceId, JobId, LeaseId
@@ -79,7 +78,7 @@ class CappedLender:
         """Give devices back."""
         try:
             await self._source.release(job, lease_ids)
-        except TransportError:
+        except BaseException:  # a caller that is cancelled does not hear either what became of them
             self._is_sure = False
             raise
         self._held -= set(lease_ids)
