@@ -74,6 +74,7 @@ class Member:
         asked_s: When it was asked for a reading that it has not given yet.
         joined_s: When it joined.
         load_tokens: Context of all that is held, prompts and what was made.
+        most_left_tokens: The most that a trajectory of what is held is expected to make yet.
         num_waiting_prompt_tokens: Prompt tokens of held attempts that show no token yet, without prefixes that were here.
         seats: Trajectories whose last turn ended here, and until when their next one is expected; in the order of those times.
         lease_ends_s: When its lease ends unless it is renewed; ``None`` when the pool was not told.
@@ -94,6 +95,7 @@ class Member:
     held: dict[int, Attempt] = attrs.field(factory=dict)
     kv_reserved_tokens: int = 0
     load_tokens: int = 0
+    most_left_tokens: float = 0.0
     num_waiting_prompt_tokens: int = 0
     seats: dict[str, float] = attrs.field(factory=dict)
     last_token_s: float = -math.inf
@@ -280,10 +282,8 @@ class Membership:
             slope_s=0.0 if estimate is None else estimate.slope_s,
             prefill_s=pace.prefill_s,
             num_waiting_prompt_tokens=member.num_waiting_prompt_tokens,
-            most_left_tokens=max(
-                (attempt.record.progress.left_tokens for attempt in member.held.values()), default=0.0
-            ),
-            num_seats=self._num_seats(member),
+            most_left_tokens=member.most_left_tokens,
+            num_seats=self._num_seats(member) if member.seats else 0,
             is_slow=estimate is not None and estimate.slowdown > self._config.routing.max_slowdown,
         )
 
@@ -354,6 +354,7 @@ class Membership:
             member.busy_since_s = now_s
         member.held[attempt.number] = attempt
         member.kv_reserved_tokens += attempt.max_kv_tokens
+        member.most_left_tokens = max(member.most_left_tokens, attempt.record.progress.left_tokens)
         num_prompt_tokens = num_fresh_tokens = len(attempt.request.prompt_ids)
         if attempt.record.affinity == member.engine_id:
             num_fresh_tokens = max(0, num_prompt_tokens - attempt.record.progress.num_context_tokens)
@@ -370,6 +371,9 @@ class Membership:
         """Free what an attempt had reserved."""
         del member.held[attempt.number]
         member.kv_reserved_tokens -= attempt.max_kv_tokens
+        if attempt.record.progress.left_tokens >= member.most_left_tokens:
+            left = (each.record.progress.left_tokens for each in member.held.values())
+            member.most_left_tokens = max(left, default=0.0)
         member.load_tokens -= len(attempt.request.prompt_ids) + attempt.num_tokens
         if not attempt.num_tokens:
             member.num_waiting_prompt_tokens -= attempt.num_fresh_tokens
