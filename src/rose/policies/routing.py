@@ -91,7 +91,7 @@ class _Group:
     def first(self, asked: Sizes, avoid: AbstractSet[EngineId]) -> Place | None:
         """Return the first engine with room that is not avoided."""
         for place in self.open.fitting(asked):
-            if place[-1] not in avoid:
+            if not avoid or place[-1] not in avoid:
                 return place
         return None
 
@@ -121,6 +121,7 @@ class RoutingIndex:
     def __init__(self, config: RoutingConfig) -> None:
         self._run: str | None = None
         self._config = config
+        self._most_turns = config.cap_per_engine
         self._is_by_value = config.rule is RoutingRule.VALUE
         self._views: dict[EngineId, EngineView] = {}
         self._dedicated: dict[WeightVersion | None, _Group] = {}
@@ -165,10 +166,10 @@ class RoutingIndex:
             self._settle(view, group)
             return
         new_place, new_room = self._place(view), _kv_room(view)
-        if new_place != place or new_room != room:
+        if new_place != place or new_room != room or view.circuit is not circuit:
             group.open.remove(place)
             group.open.add(new_place, new_room)
-        self._homes[view.engine_id] = _Home(group, new_place, new_room, view.circuit)
+            self._homes[view.engine_id] = _Home(group, new_place, new_room, view.circuit)
 
     def drop(self, engine_id: EngineId) -> None:
         """Forget an engine; unknown ids are ignored."""
@@ -320,7 +321,9 @@ class RoutingIndex:
         if found is None:
             if len(self._asked) >= _MOST_ASKED:
                 self._asked.clear()
-            found = self._asked[key] = self._find_admissible(versions, is_dedicated_only=is_dedicated_only, is_new=is_new)
+            found = self._asked[key] = self._find_admissible(
+                versions, is_dedicated_only=is_dedicated_only, is_new=is_new
+            )
         return found
 
     def _find_admissible(self, versions: VersionConstraint, *, is_dedicated_only: bool, is_new: bool) -> _Kinds:
@@ -349,13 +352,14 @@ class RoutingIndex:
         return view.is_slow and turn.affinity is None and bool(self._with_version(self._dedicated, turn.versions))
 
     def _has_slot(self, view: EngineView) -> bool:
-        if view.circuit is Circuit.OPEN or (view.circuit is Circuit.HALF_OPEN and view.num_probing > 0):
+        circuit = view.circuit
+        if circuit is not Circuit.CLOSED and (circuit is Circuit.OPEN or view.num_probing > 0):
             return False
         return view.num_in_flight < self._cap(view)
 
     def _cap(self, view: EngineView) -> int:
-        cap = self._config.cap_per_engine
-        return cap if view.num_slots is None else min(cap, view.num_slots)
+        cap, slots = self._most_turns, view.num_slots
+        return cap if slots is None or slots > cap else slots
 
     def _has_seat(self, view: EngineView) -> bool:
         """Tell whether there is a slot that no trajectory will soon be back for."""
@@ -364,8 +368,10 @@ class RoutingIndex:
     def _place(self, view: EngineView) -> Place:
         if not self._is_by_value:
             return (False, 0.0, view.num_in_flight, view.kv_used_fraction, view.engine_id)
-        ends_s = 0.0 if view.pace_s is None else view.pace_s * (view.most_left_tokens + 1)
-        return (not self._has_seat(view), ends_s, view.num_in_flight, view.kv_used_fraction, view.engine_id)
+        pace_s, num_in_flight = view.pace_s, view.num_in_flight
+        ends_s = 0.0 if pace_s is None else pace_s * (view.most_left_tokens + 1)
+        is_full = num_in_flight + view.num_seats >= self._cap(view)
+        return (is_full, ends_s, num_in_flight, view.kv_used_fraction, view.engine_id)
 
     def _rank_avoided(self, view: EngineView, turn: TurnView) -> tuple[bool, bool, Place]:
         return view.engine_id != turn.affinity, view.kind is EngineKind.BORROWED, self._place(view)
@@ -383,9 +389,12 @@ def _is_same_group(one: EngineView, other: EngineView) -> bool:
 
 def _first(groups: list[_Group], asked: Sizes, avoid: AbstractSet[EngineId]) -> Place | None:
     """Return the place of the first engine of several groups with room for a turn."""
-    if len(groups) == 1:
-        return groups[0].first(asked, avoid)
-    return min((place for group in groups if (place := group.first(asked, avoid)) is not None), default=None)
+    best = None
+    for group in groups:
+        place = group.first(asked, avoid)
+        if place is not None and (best is None or place < best):
+            best = place
+    return best
 
 
 def _asked(turn: TurnView) -> Sizes:
