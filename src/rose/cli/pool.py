@@ -11,7 +11,6 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rose import registry
 from rose.errors import BackendUnavailableError, ConfigError
 
 if TYPE_CHECKING:
