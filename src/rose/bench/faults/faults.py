@@ -89,7 +89,8 @@ class Faulter:
         began_s = asyncio.get_running_loop().time()
         async with asyncio.TaskGroup() as group:
             for fault in self._plan:
-                await self._until(lambda fault=fault: self._num_done() >= fault.at_turn)
+                while self._num_done() < fault.at_turn:  # noqa: ASYNC110 - the turns are tasks of their own
+                    await asyncio.sleep(_POLL_S)
                 engine = await self._busy_engine(fault)
                 now_s = asyncio.get_running_loop().time() - began_s
                 self.done.append(
@@ -109,7 +110,8 @@ class Faulter:
         engines = list(kinds)
         first = fault.number % len(engines)
         order = engines[first:] + engines[:first]
-        await self._until(lambda: any(map(self._is_target, order)))
+        while not any(map(self._is_target, order)):  # noqa: ASYNC110 - as above
+            await asyncio.sleep(_POLL_S)
         return next(filter(self._is_target, order))
 
     def _is_target(self, engine: KeptEngine) -> bool:
@@ -150,8 +152,3 @@ class Faulter:
         finally:
             self._site.serving.use(device_id, 0.0)
             engine.is_hurt = False
-
-    @staticmethod
-    async def _until(condition: Callable[[], bool]) -> None:
-        while not condition():  # noqa: ASYNC110 - the turns are tasks of their own
-            await asyncio.sleep(_POLL_S)

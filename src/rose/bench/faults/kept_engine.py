@@ -11,21 +11,22 @@ import contextlib
 import os
 import signal
 from collections.abc import AsyncIterator
-from typing import Self
 
 from rose.backends.vllm import VllmEngine, VllmOptions
 from rose.errors import EngineLostError
 from rose.interfaces.serving import PauseMode, ServingEngine
 from rose.types import Activation, EngineRequest, EngineSnapshot, RequestId, TokenChunk, WeightUpdate
 
+_LOOK_S = 0.02
+
 
 class KeptEngine(ServingEngine):
-    """Use as an async context manager; ``lock`` keeps several of them from starting at once."""
+    """``start`` it, ``close`` it; ``gate`` bounds how many start at once."""
 
-    def __init__(self, options: VllmOptions, lock: asyncio.Lock) -> None:
+    def __init__(self, options: VllmOptions, gate: asyncio.Semaphore) -> None:
         self.engine_id = options.engine_id
         self._options = options
-        self._lock = lock
+        self._gate = gate
         self._engine = VllmEngine(options)
         self._keeper: asyncio.Task[None] | None = None
         self._is_dead = asyncio.Event()
@@ -33,18 +34,14 @@ class KeptEngine(ServingEngine):
         self.is_hurt = False
         self.num_starts = 0
 
-    async def __aenter__(self) -> Self:
-        """Start the engine."""
+    async def start(self) -> None:
+        """Start the engine, and keep it running from then on.
+
+        Raises:
+            EngineLostError: It did not start.
+        """
         await self._start()
         self._keeper = asyncio.create_task(self._keep())
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        """End it for good; raises what ended the keeping of it, if something did."""
-        await self.close()
-        if self._keeper is not None:
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._keeper
 
     def send(self, number: signal.Signals) -> None:
         """Send a signal to the engine's process; ``SIGKILL`` ends it, and another one is started.
@@ -61,7 +58,7 @@ class KeptEngine(ServingEngine):
             self._is_dead.set()
 
     async def _start(self) -> None:
-        async with self._lock:
+        async with self._gate:
             await self._engine.start()
         self.num_starts += 1
         self.is_well.set()
@@ -71,6 +68,10 @@ class KeptEngine(ServingEngine):
             await self._is_dead.wait()
             self._is_dead.clear()
             dead, fresh = self._engine, VllmEngine(self._options)
+            with contextlib.suppress(EngineLostError):
+                while True:  # until the kernel said so: those who stream from it hear of it as from any that dies
+                    await dead.snapshot()
+                    await asyncio.sleep(_LOOK_S)
             self._engine = fresh  # not started yet: it is lost, too
             await dead.close()
             await self._start()
@@ -104,9 +105,13 @@ class KeptEngine(ServingEngine):
         return await self._engine.activate()
 
     async def close(self) -> None:
-        """End the process, and start no other."""
+        """End the process, and start no other; raises what ended the keeping of it, if something did."""
         self.is_well.clear()
-        if self._keeper is not None:
-            self._keeper.cancel()
-            await asyncio.wait([self._keeper])
-        await self._engine.close()
+        keeper, self._keeper = self._keeper, None
+        try:
+            if keeper is not None:
+                keeper.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await keeper
+        finally:
+            await self._engine.close()

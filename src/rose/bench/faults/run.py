@@ -71,7 +71,7 @@ async def run_faults(config: FaultsConfig, *, say: Say = print) -> dict[str, Any
     """Make both runs on one site and return the figures; ``problems`` is empty when all held.
 
     Raises:
-        EngineLostError: An engine does not start.
+        ExceptionGroup: Engines do not start.
     """
     async with running(config.site) as site:
         say(f"{len(site.engines)} engines are up")

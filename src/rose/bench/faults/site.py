@@ -34,6 +34,7 @@ _BEAT_S = 0.05
 _KV_BYTES = 64 << 20
 _GRANULE_BYTES = 2 << 20
 _ASK_AGAIN_S = 0.5
+_STARTS_AT_ONCE = 2
 
 
 @attrs.frozen(kw_only=True)
@@ -122,7 +123,7 @@ async def running(config: SiteConfig) -> AsyncIterator[Site]:
     """Run a site with all engines in the pool; nothing of it is left afterwards.
 
     Raises:
-        EngineLostError: An engine does not start.
+        ExceptionGroup: Engines do not start.
     """
     folder, clock = config.folder, MonotonicClock()
     folder.mkdir(parents=True, exist_ok=True)
@@ -140,11 +141,13 @@ async def running(config: SiteConfig) -> AsyncIterator[Site]:
     )
     async with contextlib.AsyncExitStack() as stack:
         serving = stack.enter_context(ServingStandIn(ledgers, clock))
-        lock = asyncio.Lock()
-        dedicated = [KeptEngine(_options(config, model, f"own{i}"), lock) for i in range(config.num_dedicated)]
-        borrowed = {device_id: KeptEngine(_options(config, model, device_id, device_id), lock) for device_id in devices}
-        for engine in (*dedicated, *borrowed.values()):
-            await stack.enter_async_context(engine)
+        gate = asyncio.Semaphore(_STARTS_AT_ONCE)
+        dedicated = [KeptEngine(_options(config, model, f"own{i}"), gate) for i in range(config.num_dedicated)]
+        borrowed = {device_id: KeptEngine(_options(config, model, device_id, device_id), gate) for device_id in devices}
+        async with asyncio.TaskGroup() as group:
+            for engine in (*dedicated, *borrowed.values()):
+                stack.push_async_callback(engine.close)
+                group.create_task(engine.start())
         lender = Lender(ledgers, clock, lending, Mode.UNGATED)
         pool = await stack.enter_async_context(RolloutPool(dedicated, config=pool_config, clock=clock))
         borrower = Borrower(lender, pool, borrowed, job=_JOB, clock=clock, ask_again_s=_ASK_AGAIN_S, demand=None)
