@@ -80,6 +80,8 @@ def _tokenizer(config: JobConfig) -> Tokenizer | None:
 
 
 def _check(path: Path, config: JobConfig) -> None:
+    from rose import registry  # noqa: PLC0415 - loads numpy
+
     for name, engine in config.engines.items():
         try:
             if engine.backend is not None:
