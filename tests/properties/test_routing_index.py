@@ -99,7 +99,7 @@ class Scan:
         }
         before_s = max(ends_s["stay"], ends_s["there without"])
         gain = before_s - max(ends_s["go"], ends_s["here without"])
-        return gain if gain > self.config.hysteresis_fraction * before_s else 0.0
+        return gain if gain > max(self.config.min_gain_s, self.config.hysteresis_fraction * before_s) else 0.0
 
     def obstacle(self, view, turn):
         is_barred = turn.is_dedicated_only and view.kind is EngineKind.BORROWED

@@ -44,7 +44,7 @@ def gain_s(config: RoutingConfig, turn: TurnView, here: EngineView, there: Engin
     before_s = max(stay_s, there.pace_s * left_there)
     after_s = max(go_s, here.pace_s * left_here)
     gain = before_s - after_s
-    return gain if gain > config.hysteresis_fraction * before_s else 0.0
+    return gain if gain > max(config.min_gain_s, config.hysteresis_fraction * before_s) else 0.0
 
 
 def is_crowded(config: RoutingConfig, here: EngineView, there: EngineView) -> bool:

@@ -61,7 +61,8 @@ class RoutingConfig:
         cap_per_engine: Turns in flight on one engine at most (paper: 16).
         rule: How engines are compared. All that follows is of ``value``.
         hysteresis_fraction: A trajectory moves if that ends what is left, of it and of the trajectories that it meets or leaves, earlier
-            by more than this share.
+            by more than this share,
+        min_gain_s: and by more than this.
         progress_factor: A trajectory is expected to make this many times the tokens that it has made. No length is predicted.
         max_context_tokens: Where the job cuts trajectories, if the pool is told: what is left never goes beyond.
         load_margin: Before paces are known: a turn leaves its engine for one of the same kind that has fewer turns, if it would
@@ -73,6 +74,7 @@ class RoutingConfig:
 
     cap_per_engine: int = attrs.field(default=16, validator=checks.integer(1))
     rule: RoutingRule = attrs.field(default=RoutingRule.VALUE, validator=checks.instance(RoutingRule))
+    min_gain_s: float = attrs.field(default=1.0, validator=checks.number(at_least=0))
     hysteresis_fraction: float = attrs.field(default=0.15, validator=checks.number(at_least=0, at_most=1))
     progress_factor: float = attrs.field(default=3.0, validator=checks.number(at_least=0))
     max_context_tokens: int | None = attrs.field(default=None, validator=checks.optional(checks.integer(1)))

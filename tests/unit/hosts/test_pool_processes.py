@@ -16,11 +16,14 @@ pytest.importorskip("aiohttp", reason="aiohttp is not installed: pip install 'ro
 
 from pool_parts import direct_pool, turn, until
 
+from rose.policies.routing import RoutingRule
+from rose.pool import PoolConfig, RoutingConfig
 from rose.pool.wire import result_from_wire, turn_to_wire
 from rose.types import HopEnd, RouteReason, TurnResult
 
 _CLIENT = Path(__file__).with_name("pool_client_process.py")
 NUM_CLIENTS, NUM_TRAJECTORIES, NUM_TURNS = 3, 12, 5
+TABLE = PoolConfig(routing=RoutingConfig(rule=RoutingRule.PAPER))  # whatever the load of idle engines
 
 
 @attrs.define(eq=False)
@@ -66,7 +69,7 @@ async def clients(url: str) -> AsyncIterator[list[Client]]:
 
 
 async def test_affinity_holds_across_processes() -> None:
-    async with direct_pool(4) as (pool, url, servers), clients(url) as started:
+    async with direct_pool(4, config=TABLE) as (pool, url, servers), clients(url) as started:
 
         async def play(number: int) -> list[TurnResult]:
             """Run a trajectory whose turns come from one process after another."""

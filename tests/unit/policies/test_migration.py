@@ -59,7 +59,15 @@ def test_what_would_be_gained_by_less_than_the_hysteresis_is_left() -> None:
 
 def test_a_young_trajectory_stays_because_its_prompt_costs_more_than_it_has_left() -> None:
     assert choose(HERE, THERE, turn=attrs.evolve(TURN, num_left_tokens=100.0)) == STAY
-    assert choose(HERE, THERE, turn=attrs.evolve(TURN, num_left_tokens=100.0, num_prompt_tokens=1000)) == MOVE
+    trifles = attrs.evolve(CONFIG, min_gain_s=0.0)
+    assert (
+        choose(HERE, THERE, turn=attrs.evolve(TURN, num_left_tokens=100.0, num_prompt_tokens=1000), config=trifles)
+        == MOVE
+    )
+
+
+def test_nobody_moves_for_a_moment() -> None:
+    assert choose(HERE, THERE, turn=attrs.evolve(TURN, num_left_tokens=100.0, num_prompt_tokens=1000)) == STAY
 
 
 def test_a_fast_engine_is_left_to_the_trajectory_that_has_the_most_left() -> None:
