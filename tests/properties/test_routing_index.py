@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from rose.policies import ordered, routing, staleness
 from rose.policies.routing import (
-    UNTRIED_SLOTS,
     Assign,
     Circuit,
     EngineState,
@@ -130,7 +129,7 @@ class Scan:
     def cap(self, view):
         cap = CAP if view.num_slots is None else min(CAP, view.num_slots)
         is_spared = view.num_shown is not None and self.config.rule is RoutingRule.VALUE
-        return min(cap, UNTRIED_SLOTS + view.num_shown) if is_spared else cap
+        return min(cap, self.config.untried_slots + view.num_shown) if is_spared else cap
 
     def has_kv_room(self, view, turn):
         if view.kv_total_tokens is None:

@@ -59,6 +59,8 @@ class RoutingConfig:
 
     Attributes:
         cap_per_engine: Turns in flight on one engine at most (paper: 16).
+        untried_slots: Turns in flight on an engine that has shown no token yet; each turn that it shows one of opens one slot more. Of
+            ``value`` only.
         rule: How engines are compared. All that follows is of ``value``.
         hysteresis_fraction: A trajectory moves if that ends what is left, of it and of the trajectories that it meets or leaves, earlier
             by more than this share,
@@ -73,6 +75,7 @@ class RoutingConfig:
     """
 
     cap_per_engine: int = attrs.field(default=16, validator=checks.integer(1))
+    untried_slots: int = attrs.field(default=2, validator=checks.integer(1))
     rule: RoutingRule = attrs.field(default=RoutingRule.VALUE, validator=checks.instance(RoutingRule))
     min_gain_s: float = attrs.field(default=1.0, validator=checks.number(at_least=0))
     hysteresis_fraction: float = attrs.field(default=0.15, validator=checks.number(at_least=0, at_most=1))

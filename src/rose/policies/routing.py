@@ -2,7 +2,7 @@
 
 An engine is admissible for a turn when it is ready, holds an admissible version, its circuit lets a request through, it
 has an open slot under the cap and KV room for the prompt and every token that the turn may still make; for a trajectory that
-begins, also when it is not slow, unless no dedicated engine is there for it whose circuit lets requests through. An engine that joined has ``UNTRIED_SLOTS`` slots and
+begins, also when it is not slow, unless no dedicated engine is there for it whose circuit lets requests through. An engine that joined has ``untried_slots`` slots and
 one more for each turn that it shows a token of: one that is dead fails no more than those, and the first of several takes no whole queue. Engines that just evicted or stalled this turn are
 avoided: one is taken when it is the only one, so that no turn is stranded. Among the others:
 
@@ -68,9 +68,6 @@ _MOVED_REASON = {
 
 _OUT = frozenset({EngineState.DRAINING, EngineState.FENCED, EngineState.LOST})
 """States from which no engine comes back to the version that it had."""
-
-UNTRIED_SLOTS = 2
-"""Turns in flight on an engine that has shown no token yet since it joined."""
 
 _ANY_SIZE: Sizes = (math.inf, math.inf)
 
@@ -358,7 +355,7 @@ class RoutingIndex:
     def _cap(self, view: EngineView) -> int:
         cap, slots = self._most_turns, view.num_slots
         if view.num_shown is not None and self._is_by_value:
-            cap = min(cap, UNTRIED_SLOTS + view.num_shown)
+            cap = min(cap, self._config.untried_slots + view.num_shown)
         return cap if slots is None or slots > cap else slots
 
     def _has_seat(self, view: EngineView) -> bool:

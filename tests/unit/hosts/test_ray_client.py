@@ -59,6 +59,7 @@ async def test_turns_in_flight_end_once_after_the_pool_was_away(is_same_pool):
         async with pool:
             running = [asyncio.create_task(pool.generate(turn(i, num_tokens=100))) for i in range(10)]
             await until(lambda: all(each.epoch for each in pool._pending.values()) and len(pool._pending) == 10)
+            await until(lambda: sum(len(here.engine(name).requests) for name in ("a", "b")) == 10)
             cable.cut()
             if not is_same_pool:
                 await host.close()

@@ -19,7 +19,7 @@ from random import Random
 import attrs
 
 from rose.bench.scheduler.engines import BenchEngine, reading
-from rose.policies.routing import Assign, RoutingIndex
+from rose.policies.routing import Assign, RoutingConfig, RoutingIndex
 from rose.pool import PoolConfig
 from rose.pool.actions import Action, SettleTurn, StartAttempt
 from rose.pool.membership import Member, Membership
@@ -48,6 +48,7 @@ CHUNKS = 4
 MEAN_TURN_S = 1.0
 BORROWED_SLOWNESS = 1.5
 GROUP = 16
+_CONFIG = PoolConfig(routing=RoutingConfig(untried_slots=16))  # engines that have long been at work
 _KV_TOKENS = 44_000  # fifteen mean turns with all they may make, of sixteen slots
 _CONSTRAINTS: tuple[tuple[VersionConstraint, int], ...] = ((AnyVersion(), 5), (AtLeast(4), 3), (Exactly(5), 2))
 _NUM_PROMPTS = 256
@@ -112,7 +113,7 @@ class Drive:
         self.now_s = 0.0
         self.num_settled = self.num_kept = 0
         self.could_keep: Counter[RouteReason] = Counter()
-        self.state = PoolState(PoolConfig(), name=RUN, seed=load.seed)
+        self.state = PoolState(_CONFIG, name=RUN, seed=load.seed)
         self.clockwork = Clockwork()
         self.rng = Random(load.seed)
         self._load = load
@@ -252,7 +253,7 @@ class Drive:
 
 def can_take(engines: Membership, member: Member, record: TurnRecord) -> bool:
     """Tell whether an engine has a place for a turn now: whether the policy would choose it if there were no other."""
-    alone = RoutingIndex(PoolConfig().routing)
+    alone = RoutingIndex(_CONFIG.routing)
     alone.run = engines.index.run
     alone.put(next(view for view in engines.index if view.engine_id == member.engine_id))
     return isinstance(alone.choose(record.view()), Assign)
