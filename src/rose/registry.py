@@ -47,6 +47,15 @@ def names(role: Role) -> tuple[str, ...]:
     return tuple(sorted(_entry_points(role)))
 
 
+def check_name(role: Role, name: str) -> None:
+    """Check that a backend of that name is installed, without importing it.
+
+    Raises:
+        ConfigError: No installed distribution offers it, or two do.
+    """
+    _find(role, name)
+
+
 def load(role: Role, name: str) -> type:
     """Import and return the class of a backend.
 

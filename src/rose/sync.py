@@ -5,6 +5,7 @@ Invariants:
 * One thread of its own runs the event loop; every call may come from any thread.
 * A call that is interrupted (Ctrl-C) cancels its turns before it raises.
 * ``close`` ends turns, loop and thread; later calls raise ``TurnFailedError``. A program that ends without it is not kept alive.
+* Opening that is interrupted ends what it had started.
 """
 
 from __future__ import annotations
@@ -14,13 +15,14 @@ import concurrent.futures
 import contextlib
 import inspect
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from rose import pool as asynchronous
 from rose.errors import TurnFailedError
-from rose.types import EngineId, Turn, TurnResult
+from rose.types import EngineId, Turn, TurnResult, WeightVersion
 
 T = TypeVar("T")
 _CLOSE_S = 30.0
@@ -43,6 +45,11 @@ class RolloutPool:
     def __init__(self, *args: Any, **options: Any) -> None:
         """Open a pool in this process. Arguments and errors as of ``rose.RolloutPool``."""
         self._start(lambda: asynchronous.RolloutPool(*args, **options))
+
+    @classmethod
+    def open(cls, job: Path | str | Mapping[str, Any]) -> Self:
+        """Open the pool that a job file describes; returns once its engines run. Errors as of ``rose.RolloutPool.open``."""
+        return cls.over(lambda: asynchronous.RolloutPool.open(job))
 
     @classmethod
     def connect(cls, url: str, **options: Any) -> Self:
@@ -79,6 +86,10 @@ class RolloutPool:
         """Bring the engines to the newest weights. See ``rose.RolloutPool.sync_weights``."""
         report: asynchronous.SyncReport = self.call(lambda pool: pool.sync_weights(source), timeout_s=timeout_s)
         return report
+
+    def barrier(self, version: WeightVersion, *, timeout_s: float | None = None) -> None:
+        """Wait until nothing of older weights is under way. See ``rose.RolloutPool.barrier``."""
+        self.call(lambda pool: pool.barrier(version, timeout_s=timeout_s))
 
     def snapshot(self) -> asynchronous.PoolSnapshot:
         """Read the pool's state now."""
@@ -148,18 +159,34 @@ class RolloutPool:
             opened.result()
         except BaseException:
             self._is_closed = True
+            opened.cancel()
+            self._thread.join(_CLOSE_S)
             raise
 
     async def _live(self, make: Callable[[], Any], opened: concurrent.futures.Future[None]) -> None:
         self._loop, self._ending = asyncio.get_running_loop(), asyncio.Event()
+        self._end_if_cancelled(opened)
         try:
             async with _opened(make) as self._pool:
-                opened.set_result(None)
-                await self._ending.wait()
+                if opened.set_running_or_notify_cancel():
+                    opened.set_result(None)
+                    await self._ending.wait()
         except BaseException as error:
-            if opened.done():
+            if opened.done() and not opened.cancelled():
                 raise
-            opened.set_exception(error)
+            if not opened.cancelled():
+                opened.set_exception(error)
+
+    def _end_if_cancelled(self, opened: concurrent.futures.Future[None]) -> None:
+        """Cancel the task that opens the pool, which is the running one, when nobody waits for it any more."""
+        opening = asyncio.current_task()
+
+        def end(future: concurrent.futures.Future[None]) -> None:
+            if future.cancelled() and opening is not None:
+                with contextlib.suppress(RuntimeError):  # it has ended, and its loop with it
+                    self._loop.call_soon_threadsafe(opening.cancel)
+
+        opened.add_done_callback(end)
 
     async def _run(self, work: Callable[[Any], Coroutine[Any, Any, T]]) -> T:
         return await work(self._pool)

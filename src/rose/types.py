@@ -180,6 +180,15 @@ class EngineRequest:
     sampling: Sampling = attrs.field(validator=checks.instance(Sampling))
     priority: int = attrs.field(default=0, validator=checks.integer())
 
+    @classmethod
+    def begin(cls, turn: Turn, request_id: RequestId) -> EngineRequest:
+        """Return the request that begins a turn. What the turn was checked for is not checked again: prompts are long."""
+        request = cls.__new__(cls)
+        fields = {"request_id": request_id, "prompt_ids": turn.prompt_ids, "sampling": turn.sampling, "priority": 0}
+        for name, value in fields.items():
+            object.__setattr__(request, name, value)
+        return request
+
 
 @attrs.frozen(kw_only=True)
 class TokenChunk:

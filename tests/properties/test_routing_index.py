@@ -8,7 +8,7 @@ import attrs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rose.policies import ordered, staleness
+from rose.policies import ordered, routing, staleness
 from rose.policies.routing import (
     UNTRIED_SLOTS,
     Assign,
@@ -239,9 +239,9 @@ class Both:
 @given(CONFIGS, st.lists(st.tuples(CHANGES, TURNS), min_size=30, max_size=100))
 @settings(max_examples=60, deadline=None)
 def test_the_index_decides_as_a_scan(config, history):
-    """Chunks of eight at most, so that they are cut and joined even with few engines."""
+    """Chunks of eight at most, so that they are cut and joined even with few engines; and little is remembered of what was asked."""
     both = Both(config)
-    with patch.object(ordered, "_MAX_CHUNK", 8):
+    with patch.object(ordered, "_MAX_CHUNK", 8), patch.object(routing, "_MOST_ASKED", 5):
         for change, turn in history:
             both.change(change)
             both.check(turn)

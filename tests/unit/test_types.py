@@ -126,6 +126,16 @@ def test_a_malformed_request_is_refused(wrong):
         EngineRequest(**{**good, **wrong})
 
 
+def test_the_request_that_begins_a_turn_is_as_if_made_by_hand():
+    sampling = Sampling(max_tokens=3, seed=1)
+    turn = Turn(trajectory_id="t", group_id="g", prompt_ids=[1, 2], sampling=sampling)
+    by_hand = EngineRequest(request_id=RequestId("r"), prompt_ids=(1, 2), sampling=sampling)
+    begun = EngineRequest.begin(turn, RequestId("r"))
+    assert begun == by_hand
+    assert repr(begun) == repr(by_hand)
+    assert hash(begun) == hash(by_hand)
+
+
 @pytest.mark.parametrize("kind", [AtLeast, Exactly])
 @pytest.mark.parametrize("wrong", [True, 1.0, "1", WeightVersion("r", 1)])
 def test_constraints_take_plain_numbers(kind, wrong):

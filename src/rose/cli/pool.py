@@ -11,9 +11,10 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rose.errors import BackendUnavailableError
+from rose.errors import BackendUnavailableError, ConfigError
 
 if TYPE_CHECKING:
+    from rose.hosts.http.tokenizers import Tokenizer
     from rose.hosts.job import JobConfig, OpenJob
 
 _DESCRIPTION = """\
@@ -58,14 +59,36 @@ def run(arguments: argparse.Namespace) -> int:
         message = f"rose pool needs {error.name}: pip install 'rose-rl[http]'"
         raise BackendUnavailableError(message) from error
     config = load_job(JobConfig, arguments.job)
+    tokenizer = _tokenizer(config)
     if arguments.check:
         _check(arguments.job, config)
         return 0
-    asyncio.run(_serve(config))
+    asyncio.run(_serve(config, tokenizer))
     return 0
 
 
+def _tokenizer(config: JobConfig) -> Tokenizer | None:
+    """Read the tokenizer of the text routes, if there is to be one.
+
+    Raises:
+        ConfigError, BackendUnavailableError: It cannot be read.
+    """
+    from rose.hosts.http.tokenizers import FolderTokenizer  # noqa: PLC0415 - its package loads aiohttp
+
+    folder = config.service.tokenizer
+    return None if folder is None else FolderTokenizer(folder)
+
+
 def _check(path: Path, config: JobConfig) -> None:
+    from rose import registry  # noqa: PLC0415 - loads numpy
+
+    for name, engine in config.engines.items():
+        try:
+            if engine.backend is not None:
+                registry.check_name("serving", engine.backend)
+        except ConfigError as error:
+            message = f"{path}: engines.{name}.backend: {error}"
+            raise ConfigError(message) from error
     resources = config.resources
     num_own = sum(engine.count for engine in config.engines.values())
     print(  # noqa: T201 - this is the command line
@@ -74,13 +97,13 @@ def _check(path: Path, config: JobConfig) -> None:
     )
 
 
-async def _serve(config: JobConfig) -> None:
+async def _serve(config: JobConfig, tokenizer: Tokenizer | None) -> None:
     """Serve until a signal comes, also while engines still start."""
     stopped = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stopped.set)
-    serving = asyncio.create_task(_serve_until(config, stopped))
+    serving = asyncio.create_task(_serve_until(config, tokenizer, stopped))
     waiting = asyncio.create_task(stopped.wait())
     try:
         await asyncio.wait((serving, waiting), return_when=asyncio.FIRST_COMPLETED)
@@ -93,7 +116,7 @@ async def _serve(config: JobConfig) -> None:
         serving.result()
 
 
-async def _serve_until(config: JobConfig, stopped: asyncio.Event) -> None:
+async def _serve_until(config: JobConfig, tokenizer: Tokenizer | None, stopped: asyncio.Event) -> None:
     from rose.hosts.http.pool_service import PoolService, serve_pool  # noqa: PLC0415 - loads aiohttp
     from rose.hosts.job import open_job  # noqa: PLC0415 - loads aiohttp
 
@@ -101,7 +124,8 @@ async def _serve_until(config: JobConfig, stopped: asyncio.Event) -> None:
     try:
         async with open_job(config) as job:
             held = job
-            service = PoolService(job.pool, name=config.model.name or config.job.name, tokens=config.service.tokens)
+            name = config.model.name or config.job.name
+            service = PoolService(job.pool, name=name, tokens=config.service.tokens, tokenizer=tokenizer)
             async with serve_pool(service, config.service.listen) as url:
                 num_engines = len(job.pool.snapshot().engines)
                 _print({"url": url, "pid": os.getpid(), "num_engines": num_engines})

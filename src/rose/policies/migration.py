@@ -36,12 +36,13 @@ def gain_s(config: RoutingConfig, turn: TurnView, here: EngineView, there: Engin
     if here.pace_s is None or there.pace_s is None:
         return 0.0
     left, prompt = turn.num_left_tokens, turn.num_prompt_tokens
-    stay_s = (here.pace_s + here.slope_s * prompt) * max(left, here.most_left_tokens)
+    left_here, left_there = here.most_left_tokens, there.most_left_tokens
+    stay_s = (here.pace_s + here.slope_s * prompt) * max(left, left_here)
     stay_s += here.prefill_s * here.num_waiting_prompt_tokens
-    go_s = (there.pace_s + there.slope_s * prompt) * max(left, there.most_left_tokens)
+    go_s = (there.pace_s + there.slope_s * prompt) * max(left, left_there)
     go_s += there.prefill_s * (there.num_waiting_prompt_tokens + prompt)
-    before_s = max(stay_s, there.pace_s * there.most_left_tokens)
-    after_s = max(go_s, here.pace_s * here.most_left_tokens)
+    before_s = max(stay_s, there.pace_s * left_there)
+    after_s = max(go_s, here.pace_s * left_here)
     gain = before_s - after_s
     return gain if gain > config.hysteresis_fraction * before_s else 0.0
 

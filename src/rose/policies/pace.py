@@ -94,14 +94,16 @@ class PaceModel:
 
     Attributes:
         now_s: The latest time that the model heard of.
+        prefill_s: Seconds to compute a prompt token, what is expected and what was seen weighed together; 0 before any turn ended.
     """
 
     def __init__(self, config: PaceConfig) -> None:
         """Know nothing."""
-        self.now_s = 0.0
+        self.now_s = self.prefill_s = 0.0
         self._config = config
         self._keep = 1 - 1 / config.memory_turns
-        self._lines: dict[EngineKind, _Line] = {}
+        self._dedicated: _Line | None = None  # two fields, since an enum member is slow to hash
+        self._borrowed: _Line | None = None
         self._own: dict[EngineId, _Own] = {}
         self._prefill_tokens = 0.0
         self._prefill_sum_s = 0.0
@@ -114,7 +116,7 @@ class PaceModel:
         if num_tokens <= 0 or duration_s <= 0:
             return
         pace_s = duration_s / num_tokens
-        line = self._lines.setdefault(kind, _Line())
+        line = self._line_to_teach(kind)
         line.add(load_tokens, pace_s, float(num_tokens), self._keep)
         own = self._own.get(engine_id)
         if own is None:
@@ -123,11 +125,20 @@ class PaceModel:
         own.taken_s = keep * own.taken_s + duration_s
         own.expected_s = keep * own.expected_s + num_tokens * line.at(load_tokens)
         own.seen_s = self.now_s
+        self._weigh_prefill()
 
     def observe_prefill(self, *, num_prompt_tokens: int, extra_s: float) -> None:
         """Take a turn that computed its whole prompt anew and took ``extra_s`` longer than its tokens account for."""
         self._prefill_tokens = self._keep * self._prefill_tokens + num_prompt_tokens
         self._prefill_sum_s = self._keep * self._prefill_sum_s + extra_s
+        self._weigh_prefill()
+
+    def _weigh_prefill(self) -> None:
+        line = self._line(EngineKind.DEDICATED)
+        if line is not None:
+            expected_s = self._config.prefill_share * line.intercept
+            seen_s = self._prefill_sum_s + expected_s * _PRIOR_PREFILL_TOKENS
+            self.prefill_s = max(0.0, seen_s / (self._prefill_tokens + _PRIOR_PREFILL_TOKENS))
 
     def observe_pause(self, pause_s: float) -> None:
         """Take the time between two turns of a trajectory."""
@@ -143,8 +154,8 @@ class PaceModel:
         self._own.pop(engine_id, None)
 
     def _fading(self, own: _Own) -> float:
-        age_s = max(0.0, self.now_s - own.seen_s)
-        return math.pow(0.5, age_s / self._config.half_life_s)
+        age_s = self.now_s - own.seen_s
+        return math.pow(0.5, age_s / self._config.half_life_s) if age_s > 0 else 1.0
 
     def _factor(self, engine_id: EngineId) -> float:
         """Return by how much an engine differs from its kind; its kind's pace weighs as much as ``doubt_s`` of its own turns."""
@@ -156,8 +167,16 @@ class PaceModel:
 
     def _line(self, kind: EngineKind) -> _Line | None:
         """Return the line of a kind; of the other as long as there is none of its own."""
-        line = self._lines.get(kind)
-        return line if line is not None else next(iter(self._lines.values()), None)
+        if kind is EngineKind.DEDICATED:
+            return self._dedicated or self._borrowed
+        return self._borrowed or self._dedicated
+
+    def _line_to_teach(self, kind: EngineKind) -> _Line:
+        if kind is EngineKind.DEDICATED:
+            self._dedicated = self._dedicated or _Line()
+            return self._dedicated
+        self._borrowed = self._borrowed or _Line()
+        return self._borrowed
 
     def estimate(self, engine_id: EngineId, kind: EngineKind, load_tokens: float) -> Estimate | None:
         """Return what a token takes on an engine at a load; ``None`` before any turn ended anywhere."""
@@ -166,17 +185,7 @@ class PaceModel:
             return None
         factor = self._factor(engine_id)
         pace_s, slowdown = factor * line.at(load_tokens), 1.0
-        dedicated = self._lines.get(EngineKind.DEDICATED)
+        dedicated = self._dedicated
         if kind is EngineKind.BORROWED and dedicated is not None:
             slowdown = pace_s / dedicated.at(load_tokens)
         return Estimate(pace_s, factor * line.slope, slowdown)
-
-    @property
-    def prefill_s(self) -> float:
-        """Seconds to compute a prompt token, what is expected and what was seen weighed together; 0 before any turn ended."""
-        line = self._line(EngineKind.DEDICATED)
-        if line is None:
-            return 0.0
-        expected_s = self._config.prefill_share * line.intercept
-        seen_s = self._prefill_sum_s + expected_s * _PRIOR_PREFILL_TOKENS
-        return max(0.0, seen_s / (self._prefill_tokens + _PRIOR_PREFILL_TOKENS))

@@ -81,7 +81,7 @@ class RoutingConfig:
     pace: PaceConfig = attrs.field(factory=PaceConfig, validator=checks.instance(PaceConfig))
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen(kw_only=True, slots=False)  # one is made for every change; without slots that takes half the time
 class EngineView:
     """What the policy sees of one engine.
 
@@ -122,7 +122,7 @@ class EngineView:
     num_shown: int | None = None
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen(kw_only=True, slots=False)  # as above
 class TurnView:
     """What the policy sees of one turn.
 

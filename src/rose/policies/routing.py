@@ -95,32 +95,38 @@ class _Group:
     def first(self, asked: Sizes, avoid: AbstractSet[EngineId]) -> Place | None:
         """Return the first engine with room that is not avoided."""
         for place in self.open.fitting(asked):
-            if place[-1] not in avoid:
+            if not avoid or place[-1] not in avoid:
                 return place
         return None
 
 
 class _Home(NamedTuple):
-    """Where an engine was put: its place among the open ones, or none, and its circuit then."""
+    """Where an engine was put: its place and room among the open ones, or none, and its circuit then."""
 
     group: _Group
     place: Place | None
+    room: Sizes
     circuit: Circuit
+
+
+_Kinds = tuple[list[_Group], list[_Group]]
+"""Dedicated groups and borrowed groups."""
+
+_MOST_ASKED = 256
 
 
 class RoutingIndex:
     """The engines as the policy knows them, kept up to date view by view.
 
     Invariants: each ready engine has a home and is counted in its group, which is not empty; the open engines of all groups are ``_num_open``; ``_versions``
-    counts the engines that may yet take turns at the version they have.
-
-    Attributes:
-        run: The training run that version constraints refer to, or ``None``.
+    counts the engines that may yet take turns at the version they have; ``_asked`` holds for the groups and the run as they are.
     """
 
     def __init__(self, config: RoutingConfig) -> None:
-        self.run: str | None = None
+        self._run: str | None = None
         self._config = config
+        self._most_turns = config.cap_per_engine
+        self._is_by_value = config.rule is RoutingRule.VALUE
         self._views: dict[EngineId, EngineView] = {}
         self._dedicated: dict[WeightVersion | None, _Group] = {}
         self._borrowed: dict[WeightVersion | None, _Group] = {}
@@ -128,19 +134,46 @@ class RoutingIndex:
         self._versions: Counter[WeightVersion | None] = Counter()
         self._homes: dict[EngineId, _Home] = {}
         self._num_open = 0
+        self._asked: dict[VersionConstraint, tuple[list[_Group], ...]] = {}
+
+    @property
+    def run(self) -> str | None:
+        """The training run that version constraints refer to, or ``None``."""
+        return self._run
+
+    @run.setter
+    def run(self, run: str | None) -> None:
+        self._run = run
+        self._asked.clear()
 
     def put(self, view: EngineView) -> None:
         """Add an engine or replace what is known of it."""
         engine_id = view.engine_id
         old = self._views.get(engine_id)
+        self._views[engine_id] = view
+        if old is not None and _is_same_group(old, view):
+            if view.state is EngineState.READY:
+                self._replace(view)
+            return
         if old is not None:
             self._leave_group(engine_id)
-        if old is None or old.state is not view.state or old.version != view.version:
-            self._count(old, -1)
-            self._count(view, 1)
-        self._views[engine_id] = view
+        self._count(old, -1)
+        self._count(view, 1)
         if view.state is EngineState.READY:
             self._join_group(view)
+
+    def _replace(self, view: EngineView) -> None:
+        """Bring a ready engine that stays in its group to its new place: what nearly every change comes to."""
+        group, place, room, circuit = self._homes[view.engine_id]
+        if place is None or not self._has_slot(view):
+            self._take_out(group, place, circuit)
+            self._settle(view, group)
+            return
+        new_place, new_room = self._place(view), _kv_room(view)
+        if new_place != place or new_room != room or view.circuit is not circuit:
+            group.open.remove(place)
+            group.open.add(new_place, new_room)
+            self._homes[view.engine_id] = _Home(group, new_place, new_room, view.circuit)
 
     def drop(self, engine_id: EngineId) -> None:
         """Forget an engine; unknown ids are ignored."""
@@ -156,26 +189,38 @@ class RoutingIndex:
                 del self._versions[view.version]
 
     def _join_group(self, view: EngineView) -> None:
-        groups, place = self._groups(view), None
+        groups = self._groups(view)
         group = groups.get(view.version)
         if group is None:
             group = groups[view.version] = _Group(groups, view.version)
+            self._asked.clear()
+        self._settle(view, group)
+
+    def _settle(self, view: EngineView, group: _Group) -> None:
+        """Give an engine its home in a group."""
+        place, room = None, _ANY_SIZE
         if self._has_slot(view):
-            place = self._place(view)
-            group.open.add(place, _kv_room(view))
+            place, room = self._place(view), _kv_room(view)
+            group.open.add(place, room)
             self._num_open += 1
         elif view.circuit is Circuit.CLOSED:
             group.num_full += 1
         else:
             group.num_shut += 1
-        self._homes[view.engine_id] = _Home(group, place, view.circuit)
+        self._homes[view.engine_id] = _Home(group, place, room, view.circuit)
 
     def _leave_group(self, engine_id: EngineId) -> None:
         """Undo ``_join_group``, if it is in a group."""
         home = self._homes.pop(engine_id, None)
         if home is None:
             return
-        group, place, circuit = home
+        group, place, _, circuit = home
+        self._take_out(group, place, circuit)
+        if group.is_empty():
+            del group.siblings[group.version]
+            self._asked.clear()
+
+    def _take_out(self, group: _Group, place: Place | None, circuit: Circuit) -> None:
         if place is not None:
             group.open.remove(place)
             self._num_open -= 1
@@ -183,8 +228,6 @@ class RoutingIndex:
             group.num_full -= 1
         else:
             group.num_shut -= 1
-        if group.is_empty():
-            del group.siblings[group.version]
 
     def _groups(self, view: EngineView) -> dict[WeightVersion | None, _Group]:
         if view.kind is EngineKind.DEDICATED:
@@ -238,10 +281,10 @@ class RoutingIndex:
                 return Assign(view.engine_id, _reason(view, turn))
         return self._return_or_wait(turn, (*dedicated, *borrowed))
 
-    def _stay_or_go(self, here: EngineView, turn: TurnView, kinds: tuple[list[_Group], list[_Group]]) -> Assign:
+    def _stay_or_go(self, here: EngineView, turn: TurnView, kinds: _Kinds) -> Assign:
         """Decide for a turn that could go on where the trajectory is."""
         config = self._config
-        if config.rule is RoutingRule.VALUE and turn.moved_by is None:
+        if self._is_by_value and turn.moved_by is None:
             asked, most_s, best = _asked(turn), 0.0, None
             for groups in kinds:
                 place = _first(groups, asked, turn.avoid)
@@ -275,16 +318,19 @@ class RoutingIndex:
         has_ready = self._dedicated or (not turn.is_dedicated_only and (self._borrowed or self._slow))
         return Wait(WaitReason.VERSION if has_ready else WaitReason.NO_READY_ENGINE)
 
-    def _admissible(
-        self, versions: VersionConstraint, *, is_dedicated_only: bool, is_new: bool
-    ) -> tuple[list[_Group], list[_Group]]:
+    def _admissible(self, versions: VersionConstraint, *, is_dedicated_only: bool, is_new: bool) -> _Kinds:
         """Return the dedicated groups and the borrowed groups that a turn may go to."""
-        dedicated = self._with_version(self._dedicated, versions)
+        found = self._asked.get(versions)
+        if found is None:
+            if len(self._asked) >= _MOST_ASKED:
+                self._asked.clear()
+            every = (self._with_version(groups, versions) for groups in (self._dedicated, self._borrowed, self._slow))
+            found = self._asked[versions] = tuple(every)
+        dedicated, borrowed, slow = found
         if is_dedicated_only:
             return dedicated, []
-        borrowed = self._with_version(self._borrowed, versions)
-        if self._slow and not (is_new and _has_hope(dedicated)):
-            borrowed += self._with_version(self._slow, versions)
+        if slow and not (is_new and _has_hope(dedicated)):
+            return dedicated, borrowed + slow
         return dedicated, borrowed
 
     def _with_version(self, groups: dict[WeightVersion | None, _Group], versions: VersionConstraint) -> list[_Group]:
@@ -304,35 +350,51 @@ class RoutingIndex:
         return view.is_slow and turn.affinity is None and _has_hope(self._with_version(self._dedicated, turn.versions))
 
     def _has_slot(self, view: EngineView) -> bool:
-        if view.circuit is Circuit.OPEN or (view.circuit is Circuit.HALF_OPEN and view.num_probing > 0):
+        circuit = view.circuit
+        if circuit is not Circuit.CLOSED and (circuit is Circuit.OPEN or view.num_probing > 0):
             return False
         return view.num_in_flight < self._cap(view)
 
     def _cap(self, view: EngineView) -> int:
-        cap = self._config.cap_per_engine
-        if view.num_shown is not None and self._config.rule is RoutingRule.VALUE:
+        cap, slots = self._most_turns, view.num_slots
+        if view.num_shown is not None and self._is_by_value:
             cap = min(cap, UNTRIED_SLOTS + view.num_shown)
-        return cap if view.num_slots is None else min(cap, view.num_slots)
+        return cap if slots is None or slots > cap else slots
 
     def _has_seat(self, view: EngineView) -> bool:
         """Tell whether there is a slot that no trajectory will soon be back for."""
         return view.num_in_flight + view.num_seats < self._cap(view)
 
     def _place(self, view: EngineView) -> Place:
-        if self._config.rule is RoutingRule.PAPER:
+        if not self._is_by_value:
             return (False, 0.0, view.num_in_flight, view.kv_used_fraction, view.engine_id)
-        ends_s = 0.0 if view.pace_s is None else view.pace_s * (view.most_left_tokens + 1)
-        return (not self._has_seat(view), ends_s, view.num_in_flight, view.kv_used_fraction, view.engine_id)
+        pace_s, num_in_flight = view.pace_s, view.num_in_flight
+        ends_s = 0.0 if pace_s is None else pace_s * (view.most_left_tokens + 1)
+        is_full = num_in_flight + view.num_seats >= self._cap(view)
+        return (is_full, ends_s, num_in_flight, view.kv_used_fraction, view.engine_id)
 
     def _rank_avoided(self, view: EngineView, turn: TurnView) -> tuple[bool, bool, Place]:
         return view.engine_id != turn.affinity, view.kind is EngineKind.BORROWED, self._place(view)
 
 
+def _is_same_group(one: EngineView, other: EngineView) -> bool:
+    """Tell whether two views of an engine belong into the same group, or both into none, and count alike."""
+    return (
+        one.state is other.state
+        and (one.version is other.version or one.version == other.version)
+        and one.kind is other.kind
+        and one.is_slow == other.is_slow
+    )
+
+
 def _first(groups: list[_Group], asked: Sizes, avoid: AbstractSet[EngineId]) -> Place | None:
     """Return the place of the first engine of several groups with room for a turn."""
-    if len(groups) == 1:
-        return groups[0].first(asked, avoid)
-    return min((place for group in groups if (place := group.first(asked, avoid)) is not None), default=None)
+    best = None
+    for group in groups:
+        place = group.first(asked, avoid)
+        if place is not None and (best is None or place < best):
+            best = place
+    return best
 
 
 def _has_hope(groups: list[_Group]) -> bool:

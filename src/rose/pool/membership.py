@@ -12,6 +12,7 @@ Invariants:
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, insort
 from collections import deque
 from random import Random
 
@@ -28,7 +29,7 @@ from rose.pool.turns import Attempt
 from rose.types import EngineId, EngineKind, EngineSnapshot, HopEnd, LeaseId, RouteReason, WeightVersion
 
 _MAX_LOANS = 512
-_MOVES = frozenset({RouteReason.MIGRATED, RouteReason.REBALANCED})
+_MOVES = (RouteReason.MIGRATED, RouteReason.REBALANCED)  # a tuple: members of an enum are slow to hash
 _S = EngineState
 _SERVING = frozenset({_S.READY, _S.UPDATING})
 _ALLOWED: dict[EngineState, frozenset[EngineState]] = {
@@ -74,6 +75,8 @@ class Member:
         asked_s: When it was asked for a reading that it has not given yet.
         joined_s: When it joined.
         load_tokens: Context of all that is held, prompts and what was made.
+        kv_used_fraction: How much of its KV memory was in use when it was read.
+        left_tokens: What the trajectory of each held attempt is expected to make yet, the least first.
         num_waiting_prompt_tokens: Prompt tokens of held attempts that show no token yet, without prefixes that were here.
         seats: Trajectories whose last turn ended here, and until when their next one is expected; in the order of those times.
         lease_ends_s: When its lease ends unless it is renewed; ``None`` when the pool was not told.
@@ -92,9 +95,11 @@ class Member:
     state: EngineState = EngineState.JOINING
     version: WeightVersion | None = None
     reading: EngineSnapshot | None = None
+    kv_used_fraction: float = 0.0
     held: dict[int, Attempt] = attrs.field(factory=dict)
     kv_reserved_tokens: int = 0
     load_tokens: int = 0
+    left_tokens: list[float] = attrs.field(factory=list)
     num_waiting_prompt_tokens: int = 0
     seats: dict[str, float] = attrs.field(factory=dict)
     num_shown: int = 0
@@ -105,11 +110,11 @@ class Member:
     lease_ends_s: float | None = None
     is_kept_free: bool = False
     why: str = ""
+    engine_id: EngineId = attrs.field(init=False)
     _num_tokens_read: int = 0
 
-    @property
-    def engine_id(self) -> EngineId:
-        """Return the engine's id."""
+    @engine_id.default
+    def _read_engine_id(self) -> EngineId:
         return self.engine.engine_id
 
     @property
@@ -125,19 +130,15 @@ class Member:
     def note_reading(self, reading: EngineSnapshot, now_s: float) -> None:
         """Take a newer reading; it may move the number of slots."""
         self.reading = reading
+        self.kv_used_fraction = reading.kv_used_tokens / max(1, reading.kv_total_tokens)
         num_tokens, self._num_tokens_read = self._num_tokens_read, self.account.num_tokens
         seen = KvReading(
-            kv_used_fraction=self.kv_used_fraction(),
+            kv_used_fraction=self.kv_used_fraction,
             age_s=now_s - reading.read_at_s,
             num_in_flight=len(self.held),
             has_progress=self.account.num_tokens > num_tokens,
         )
         self.slots.read(seen, now_s)
-
-    def kv_used_fraction(self) -> float:
-        """Return how much of its KV memory was in use when it was read."""
-        reading = self.reading
-        return 0.0 if reading is None else reading.kv_used_tokens / max(1, reading.kv_total_tokens)
 
 
 class Membership:
@@ -266,14 +267,14 @@ class Membership:
 
     def view(self, member: Member) -> EngineView:
         """Return what the routing policy sees of a member."""
-        reading, pace, circuit = member.reading, self.pace, member.circuit.state
+        reading, circuit, kind, engine_id = member.reading, member.circuit.state, member.kind, member.engine_id
         probing = 0
         if circuit is Circuit.HALF_OPEN:
             probing = sum(attempt.is_open and attempt.num_tokens == 0 for attempt in member.held.values())
-        estimate = pace.estimate(member.engine_id, member.kind, member.load_tokens)
+        estimate = self.pace.estimate(engine_id, kind, member.load_tokens)
         return EngineView(
-            engine_id=member.engine_id,
-            kind=member.kind,
+            engine_id=engine_id,
+            kind=kind,
             state=member.state,
             version=member.version,
             circuit=circuit,
@@ -282,15 +283,13 @@ class Membership:
             num_probing=probing,
             kv_total_tokens=None if reading is None else reading.kv_total_tokens,
             kv_reserved_tokens=member.kv_reserved_tokens,
-            kv_used_fraction=member.kv_used_fraction(),
+            kv_used_fraction=member.kv_used_fraction,
             pace_s=None if estimate is None else estimate.pace_s,
             slope_s=0.0 if estimate is None else estimate.slope_s,
-            prefill_s=pace.prefill_s,
+            prefill_s=self.pace.prefill_s,
             num_waiting_prompt_tokens=member.num_waiting_prompt_tokens,
-            most_left_tokens=max(
-                (attempt.record.progress.left_tokens for attempt in member.held.values()), default=0.0
-            ),
-            num_seats=self._num_seats(member),
+            most_left_tokens=member.left_tokens[-1] if member.left_tokens else 0.0,
+            num_seats=self._num_seats(member) if member.seats else 0,
             is_slow=estimate is not None and estimate.slowdown > self._config.routing.max_slowdown,
             num_shown=member.num_shown if member.is_new else None,
         )
@@ -369,6 +368,7 @@ class Membership:
             member.busy_since_s = now_s
         member.held[attempt.number] = attempt
         member.kv_reserved_tokens += attempt.max_kv_tokens
+        insort(member.left_tokens, attempt.record.progress.left_tokens)
         num_prompt_tokens = num_fresh_tokens = len(attempt.request.prompt_ids)
         if attempt.record.affinity == member.engine_id:
             num_fresh_tokens = max(0, num_prompt_tokens - attempt.record.progress.num_context_tokens)
@@ -385,6 +385,7 @@ class Membership:
         """Free what an attempt had reserved."""
         del member.held[attempt.number]
         member.kv_reserved_tokens -= attempt.max_kv_tokens
+        del member.left_tokens[bisect_left(member.left_tokens, attempt.record.progress.left_tokens)]
         member.load_tokens -= len(attempt.request.prompt_ids) + attempt.num_tokens
         if not attempt.num_tokens:
             member.num_waiting_prompt_tokens -= attempt.num_fresh_tokens

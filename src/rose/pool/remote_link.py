@@ -66,6 +66,7 @@ class Link:
         self._is_open = asyncio.Event()
         self._closing = asyncio.Event()
         self.num_connections = 0
+        self.last_error: RoseError | None = None
 
     async def run(self) -> None:
         """Keep connected until ``close``."""
@@ -75,7 +76,7 @@ class Link:
             down_since_s, wait_s = loop.time(), _FIRST_S
             while not self._closing.is_set():
                 num_before = self.num_connections
-                why = await self._connect(session)
+                why = self.last_error = await self._connect(session)
                 if self.num_connections > num_before:
                     down_since_s, wait_s = loop.time(), _FIRST_S
                 is_long = loop.time() - down_since_s >= self._reconnect_s

@@ -21,7 +21,7 @@ from typing import Any, Self
 
 from rose.backends.remote import wire as engine_wire
 from rose.backends.remote.client import HttpClient
-from rose.errors import EngineError, RoseError, TransportError, TurnFailedError
+from rose.errors import ConfigError, EngineError, RoseError, TransportError, TurnFailedError
 from rose.interfaces import Transport
 from rose.pool import direct
 from rose.pool.membership import EngineAccount
@@ -46,11 +46,17 @@ class RemotePool:
         token: The bearer token, if it asks for one.
         timeout_s: How long short calls may take, and how long the first connection.
         reconnect_s: How long a broken connection is tried again before the calls that wait for it fail.
+
+    Raises:
+        ConfigError: ``url`` is none.
     """
 
     def __init__(
         self, url: str, *, token: str | None = None, timeout_s: float = 10.0, reconnect_s: float = _RECONNECT_S
     ) -> None:
+        if not url.startswith(("http://", "https://")):
+            message = f"{url!r} is no URL of a pool; give http://HOST:PORT, as rose pool prints it"
+            raise ConfigError(message)
         self.url = url.rstrip("/")
         self._timeout_s = timeout_s
         self._client = HttpClient(self.url, token=token, timeout_s=timeout_s, unreachable=TransportError)
@@ -176,7 +182,7 @@ class RemotePool:
             call.stop()
 
     def _begin(self, call: RemoteCall, start: direct.Start) -> None:
-        is_known = call.start is not None and call.start.attempt == start.attempt
+        is_known = call.is_making(start)
         if call.waiter.done() and not is_known:  # moved, while its result was on the way to the caller
             self._drop(call)
             return
@@ -264,7 +270,7 @@ class RemotePool:
         if self._refused is not None:
             raise self._refused
         message = f"the pool at {self.url} did not answer within {self._timeout_s} s; is the process alive?"
-        raise TransportError(message)
+        raise self._link.last_error or TransportError(message)
 
     async def _close(self) -> None:
         await self._link.close()

@@ -53,11 +53,14 @@ class RemoteCall:
         """Return the call of a new turn."""
         return cls(turn_id, TurnRecord(turn=turn, number=0, order=(0, 0, 0), arrived_s=0.0, queued_s=0.0), waiter)
 
+    def is_making(self, start: direct.Start) -> bool:
+        """Tell whether an attempt is the one under way: by its request, since numbers begin anew with a pool that was started anew."""
+        return self.start is not None and self.start.request_id == start.request_id
+
     def begin(self, start: direct.Start) -> EngineRequest | None:
         """Begin an attempt; returns the request, or ``None`` when it is the one under way, of which the pool wants to hear again."""
-        is_known = self.start is not None and self.start.attempt == start.attempt
         self._num_told, self._has_told_end = start.num_kept, False
-        if is_known:
+        if self.is_making(start):
             return None
         record, num = self.record, start.num_kept
         del record.token_ids[num:], record.logprobs[num:]

@@ -86,7 +86,7 @@ class Attempt:
     @property
     def engine_id(self) -> EngineId:
         """Return the engine's id."""
-        return self.member.engine.engine_id
+        return self.member.engine_id
 
     @property
     def max_kv_tokens(self) -> int:
@@ -196,7 +196,7 @@ class TurnRecord:
         sampling = self.turn.sampling
         done, left = len(self.token_ids), self.num_left_tokens
         if left == sampling.max_tokens:
-            return EngineRequest(request_id=request_id, prompt_ids=self.turn.prompt_ids, sampling=sampling)
+            return EngineRequest.begin(self.turn, request_id)
         seed = None if sampling.seed is None else sampling.seed + done
         return EngineRequest(
             request_id=request_id,

@@ -102,7 +102,7 @@ def turn_from_wire(data: Any) -> Turn:
     """
     try:
         fields = dict(data)
-        prompt_ids, sampling = fields.pop("prompt_ids"), Sampling(**fields.pop("sampling"))
+        prompt_ids, sampling = fields.pop("prompt_ids"), _sampling(fields.pop("sampling"))
         versions = constraint_from_plain(fields.pop("versions", None))
         return Turn(prompt_ids=prompt_ids, sampling=sampling, versions=versions, **other_fields(fields))
     except (TypeError, ValueError, KeyError, AttributeError) as error:
@@ -146,6 +146,14 @@ def error_from_plain(data: Any, status: int = 500) -> RoseError:
 def result_from_wire(data: Any) -> TurnResult:
     """Return the result that ``to_plain`` rendered."""
     return cast("TurnResult", from_plain(TurnResult, data))
+
+
+def _sampling(data: Any) -> Sampling:
+    fields = dict(data)
+    if unknown := set(fields) - set(_hints(Sampling)):
+        message = f"unknown in sampling: {', '.join(sorted(unknown))}"
+        raise ValueError(message)
+    return Sampling(**fields)
 
 
 @functools.cache

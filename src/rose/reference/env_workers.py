@@ -88,6 +88,7 @@ class EnvironmentPool:
             for number, lane in enumerate(self._lanes):
                 if lane.process.has_ended and self._num_restarts_left:
                     self._num_restarts_left -= 1
+                    await lane.process.close()
                     self._lanes[number] = _Lane(await self._start(number))
 
     async def reset(self, trajectory_id: str, seed: int) -> str:

@@ -198,7 +198,7 @@ class CoservingRule:
         return self._predictors[id(lane)].margin if self._config.learns else _EXACT_MARGIN
 
     def _read_reserve_s(self) -> float:
-        chunk_s = self._upper_s(self._owner, self._chunk)
+        chunk_s = self._predict_s(self._owner, self._chunk)  # as the live governor: the reserve has a margin of its own
         where = f"serving engine {self._owner.name}"
         return arrival_reserve_s(self._config.admission, chunk_s, self._chunk.num_prefill_tokens, where)
 

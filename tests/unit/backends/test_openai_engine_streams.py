@@ -10,6 +10,7 @@ import pytest
 
 pytest.importorskip("aiohttp", reason="aiohttp is not installed: pip install 'rose-rl[http]'")
 
+from rose import registry
 from rose.backends.openai import OpenAiEngine
 from rose.errors import (
     EngineBusyError,
@@ -18,7 +19,7 @@ from rose.errors import (
     EngineUnsupportedError,
     RequestRefusedError,
 )
-from rose.interfaces.serving import PauseMode
+from rose.interfaces.serving import PauseMode, SupportsAddress
 from rose.testing import FakeEngine, fake_update
 from rose.testing.contracts.streams import collect, reading, until
 from rose.testing.openai_server import completion_event, serve_openai
@@ -267,6 +268,7 @@ async def test_a_snapshot_reads_the_servers_metrics():
         assert (reading_.num_running, reading_.kv_total_tokens) == (1, 1000)
         assert reading_.weight_version == WeightVersion("run", 7)
         assert reading_.kv_used_tokens > 2
+        assert reading_.max_context_tokens == 4096
         assert await engine.max_model_len() == 4096
         await engine.close()
 
@@ -279,6 +281,37 @@ async def test_without_metrics_health_and_the_clients_own_requests_must_do():
     async with raw_server(answer) as (engine, _):
         reading_ = await engine.snapshot()
         assert (reading_.num_running, reading_.kv_total_tokens) == (0, 0)
+        assert reading_.max_context_tokens is None
+
+
+async def test_the_models_length_is_asked_for_until_the_server_says():
+    asked = []
+
+    async def answer(path, reader, writer):
+        asked.append(path)
+        statuses = {"/health": 200, "/v1/models": 503 if asked.count("/v1/models") < 2 else 200}
+        body = {"data": [{"id": "a", "max_model_len": 64}]}
+        return await plain(statuses.get(path, 404), body)(path, reader, writer)
+
+    async with raw_server(answer) as (engine, _):
+        lengths = [(await engine.snapshot()).max_context_tokens for _ in range(3)]
+    assert lengths == [None, 64, 64]
+    assert asked.count("/v1/models") == 2
+
+
+async def test_another_process_reaches_the_same_server_by_its_address():
+    async with serve_openai(FakeEngine()) as (url, _):
+        engine = OpenAiEngine(url, engine_id="e", version="run:7", vocab_size=900)
+        address = engine.address()
+        assert isinstance(engine, SupportsAddress)
+        again = registry.serving_engine(address.name, **dict(address.options))
+        assert isinstance(again, OpenAiEngine)
+        assert address.name == "openai"
+        assert again.address() == address
+        assert (again.engine_id, again.weight_version) == ("e", WeightVersion("run", 7))
+        assert len((await collect(again, request())).token_ids) == 10
+        await engine.close()
+        await again.close()
 
 
 async def test_an_unhealthy_server_is_lost():

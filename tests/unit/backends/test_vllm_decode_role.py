@@ -15,7 +15,7 @@ from rose.backends.paced import PacedClock
 from rose.backends.turn_lock import TurnLock
 from rose.backends.vllm.step_control import open_control, read_settings
 from rose.coserving.ledger import Ledger
-from rose.policies.admission import AdmissionConfig, Budget, HoldReason, Mode, Role, decide
+from rose.policies.admission import START, AdmissionConfig, Budget, Hold, HoldReason, Mode, Role, decide
 
 STEP_S = 0.010
 
@@ -82,35 +82,34 @@ def decode(tmp_path: Path) -> Iterator[Decode]:
     control.close()
 
 
-@pytest.mark.parametrize(
-    ("name", "status", "computed"), [("waiting", "WAITING", 0), ("held", "WAITING_FOR_REMOTE_KVS", 8)]
-)
-def test_kv_on_its_way_needs_no_turn_and_holds_nobody(decode: Decode, name: str, status: str, computed: int) -> None:
+def test_kv_on_its_way_needs_no_turn_and_holds_nobody(decode: Decode) -> None:
     """The device is somebody else's all the while: taking the turn would wait for ever."""
     assert decode.other.acquire(is_blocking=False)
-    decode.have(**{name: request(status, computed)})
+    decode.have(held=request("WAITING_FOR_REMOTE_KVS", 8))
     decode.step()
     serving = decode.ledger.serving()
-    assert (serving.num_running, serving.num_waiting, serving.deadline_s) == (0, 1, math.inf)
-    assert not isinstance(decode.verdict(), HoldReason)
-    assert not hasattr(decode.verdict(), "reason"), "a rollout step was held"
+    assert (serving.num_running, serving.num_waiting, serving.deadline_s) == (0, 0, math.inf)
+    assert decode.verdict() is START
+
+
+def test_a_prompt_that_did_not_ask_for_its_kv_needs_no_turn_but_holds(decode: Decode) -> None:
+    """Asking computes nothing, so it waits for nobody's turn, and comes at once."""
+    assert decode.other.acquire(is_blocking=False)
+    decode.have(waiting=request("WAITING", 0))
+    decode.step()
+    assert decode.verdict() == Hold(HoldReason.PROMPT_WAITS)
 
 
 @pytest.mark.parametrize(
     ("name", "status", "computed"), [("held", "WAITING_FOR_REMOTE_KVS", 8), ("waiting", "PREEMPTED", 0)]
 )
-def test_a_request_that_can_go_on_has_a_deadline(decode: Decode, name: str, status: str, computed: int) -> None:
-    """Its first token is due one pace after its KV came, whenever the request itself did."""
+def test_a_request_that_can_go_on_holds_rollouts(decode: Decode, name: str, status: str, computed: int) -> None:
+    """Its KV is here, or its prompt is computed here: the next step is serving's."""
     decode.have(**{name: request(status, computed)})
     decode.scheduler.finished_recving_kv_req_ids = set() if status == "PREEMPTED" else {"r"}
-    before_s = decode.clock.now()
     decode.control.publish(decode.scheduler)
-    first = decode.ledger.serving()
-    assert first.num_running == 1
-    assert first.deadline_s < math.inf
-    decode.control.publish(decode.scheduler)
-    assert decode.ledger.serving().deadline_s == first.deadline_s, "it moved while the request waited"
-    assert before_s < first.deadline_s + 1.0
+    assert decode.ledger.serving().num_waiting == 1
+    assert decode.verdict() == Hold(HoldReason.PROMPT_WAITS)
     assert decode.control.may_step(decode.scheduler)
     assert not decode.other.acquire(is_blocking=False), "its step needs the turn"
 

@@ -148,3 +148,16 @@ def test_growth_is_cost_over_that_with_64_engines():
     assert growth([_costs(8, 9.0), _costs(64, 100.0), _costs(4096, 80.0)]) == pytest.approx(1.25)
     assert growth([_costs(8, 9.0), _costs(4096, 80.0)]) is None
     assert not math.isnan(growth([_costs(64, 1.0)]))
+
+
+def test_the_index_knows_what_is_left_of_the_turns_on_each_engine():
+    drive = Drive(DriveLoad(num_engines=4, num_trajectories=50))
+    drive.fill()
+    found = set()
+    for _ in range(40):
+        drive.run(5)
+        for view in drive.state.engines.index:
+            held = drive.state.engines.members[view.engine_id].held.values()
+            assert view.most_left_tokens == max((each.record.progress.left_tokens for each in held), default=0.0)
+            found.add(view.most_left_tokens)
+    assert len(found) > 3

@@ -115,6 +115,7 @@ def test_an_engine_that_must_be_started_is_started_once(config):
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
+        (["htp://127.0.0.1:1"], "is no URL of an engine; those begin with http:// or https://"),
         (["/nowhere.toml"], "cannot read the configuration file /nowhere.toml"),
         ([], "arguments are required: URL|CONFIG"),
         (["http://127.0.0.1:9"], "failed"),

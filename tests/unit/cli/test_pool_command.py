@@ -39,6 +39,7 @@ def job(tmp_path: Path) -> Path:
 
 
 def test_check_says_what_would_run(job: Path, capsys: pytest.CaptureFixture[str]):
+    job.write_text(JOB.replace('"fake"', '"vllm"'))
     assert main(["pool", str(job), "--check"]) == EXIT_OK
     assert capsys.readouterr().out == (
         f"{job}: job lake: 2 dedicated engines on 2 of 3 devices, at most 0 of 0 executors, at 127.0.0.1:0\n"
@@ -59,6 +60,20 @@ def test_what_is_wrong_is_one_line_each(job: Path, capsys: pytest.CaptureFixture
 def test_a_backend_that_is_not_installed_is_told(job: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["pool", str(job)]) == EXIT_USER_ERROR
     assert "no serving backend is called 'fake'" in capsys.readouterr().err
+    assert main(["pool", str(job), "--check"]) == EXIT_USER_ERROR
+    assert f"{job}: engines.own.backend: no serving backend is called 'fake'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [(), ("--check",)])
+def test_a_tokenizer_that_cannot_be_read_is_told_before_engines_start(
+    job: Path, arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+):
+    pytest.importorskip("tokenizers", reason="tokenizers is not installed: pip install 'rose-rl[text]'")
+    job.write_text(JOB + '[service]\ntokenizer = "nowhere"\n')
+    assert main(["pool", str(job), *arguments]) == EXIT_USER_ERROR
+    said = capsys.readouterr().err
+    assert said.startswith("rose: error: nowhere/tokenizer.json cannot be read as a tokenizer")
+    assert said.count("\n") == 1
 
 
 def start(*arguments: str) -> subprocess.Popen[str]:

@@ -187,7 +187,7 @@ async def test_errors_keep_their_type_and_words(kind: type[RoseError]):
 def test_error_names_and_codes():
     assert error_name(EngineLeaseError) == "fenced"
     assert error_to_wire(EngineLostError("x")) == {"error": {"type": "engine_lost_error", "message": "x"}}
-    assert {status_of(kind("")) for kind in KINDS} <= {400, 403, 409, 422, 500, 502, 503, 504}
+    assert {status_of(kind("")) for kind in KINDS} <= {400, 403, 409, 422, 500, 501, 502, 503, 504}
     assert (status_of(EngineLeaseError("")), status_of(errors.EngineBusyError(""))) == (403, 503)
 
 

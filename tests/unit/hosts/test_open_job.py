@@ -91,7 +91,7 @@ async def test_dedicated_engines_are_made_from_their_options_started_and_ended()
 
 async def test_engines_are_ended_when_one_of_them_does_not_start():
     engines = {"own": {"backend": "started"}, "bad": {"backend": "started", "options": {"fails": True}}}
-    with pytest.RaisesGroup(EngineLostError):
+    with pytest.raises(EngineLostError, match="did not start"):
         async with open_job(job(engines=engines)):
             pytest.fail("it opened")
     assert [engine.is_closed for engine in StartedEngine.made] == [True, True]

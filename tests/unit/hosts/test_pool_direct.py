@@ -28,6 +28,7 @@ from rose.errors import (
 )
 from rose.hosts.http.auth import Access, TokenConfig
 from rose.hosts.http.pool_service import PoolService, serve_pool
+from rose.policies.route_views import RoutingConfig, RoutingRule
 from rose.pool import PoolConfig, direct
 from rose.pool.remote_pool import RemotePool
 from rose.testing import FakeEngine
@@ -64,7 +65,10 @@ async def test_the_prompt_does_not_cross_the_pool() -> None:
 
 
 async def test_accounts_and_affinity_are_the_pool_s() -> None:
-    async with direct_pool(4) as (pool, url, _):
+    config = PoolConfig(
+        routing=RoutingConfig(rule=RoutingRule.PAPER)
+    )  # by the table alone, whatever the engines' paces
+    async with direct_pool(4, config=config) as (pool, url, _):
         async with RolloutPool.connect(url) as one, RolloutPool.connect(url) as two:
             first = await one.generate(turn("t0"))
             for client in (one, one, two, two):
@@ -265,6 +269,39 @@ async def test_a_turn_that_is_submitted_twice_runs_once() -> None:
         assert pool.accounts()[servers[0].engine.engine_id].num_tokens == 2
 
 
+async def test_tokens_whose_report_was_lost_are_asked_for_again() -> None:
+    async with direct_pool(1) as (pool, url, _), aiohttp.ClientSession() as session:
+        socket = await _connect(session, url)
+        await socket.send_json(direct.submit_to_wire("1", turn(max_tokens=9)))
+        start = await socket.receive_json()
+        late = [TokenChunk(token_ids=(7,), logprobs=(-0.3,))]
+        for chunks in (late, []):
+            report = direct.Report(turn_id="1", attempt=start[2], start=2, chunks=chunks, end=FinishReason.STOP)
+            await socket.send_json(direct.report_to_wire(report))
+            assert await socket.receive_json() == start  # nothing is kept of it
+        assert pool.snapshot().num_live_turns == 1
+        whole = [TokenChunk(token_ids=(5, 6, 7), logprobs=(-0.1, -0.2, -0.3))]
+        report = direct.Report(turn_id="1", attempt=start[2], start=0, chunks=whole, end=FinishReason.STOP)
+        await socket.send_json(direct.report_to_wire(report))
+        settled = await socket.receive_json()
+        assert (settled[0], settled[2]["num_tokens"]) == (direct.SETTLED, 3)
+
+
+async def test_a_client_that_was_given_up_while_connected_is_told_by_the_end_of_its_connection() -> None:
+    async with direct_pool(1, token_s=0.05, silent_s=0.3) as (pool, url, _), aiohttp.ClientSession() as session:
+        socket = await _connect(session, url)
+        await socket.send_json(direct.submit_to_wire("1", turn(max_tokens=500)))
+        assert (await socket.receive_json())[0] == direct.START
+        kinds = []
+        while not socket.closed:
+            kinds.append((await socket.receive()).type)
+        assert aiohttp.WSMsgType.CLOSE in kinds
+        await until(lambda: pool.snapshot().num_live_turns == 0)
+        again = await _connect(session, url)
+        await again.send_json(direct.submit_to_wire("1", turn(max_tokens=500)))
+        assert (await again.receive_json())[0] == direct.START
+
+
 async def test_a_call_that_is_cancelled_while_there_is_no_connection_is_cancelled_afterwards() -> None:
     async with direct_pool(1, token_s=0.05, linger_s=30.0) as (pool, url, servers), RolloutPool.connect(url) as remote:
         task = asyncio.create_task(remote.generate(turn(max_tokens=500)))
@@ -313,8 +350,11 @@ async def test_tokens_are_asked_for() -> None:
 
 
 async def test_a_pool_that_is_not_there_is_named() -> None:
-    with pytest.raises(TransportError, match=r"127\.0\.0\.1:9 .*is the process alive"):
+    with pytest.raises(TransportError, match=r"127\.0\.0\.1:9 .*Connect call failed.*is the process alive"):
         await RolloutPool.connect("http://127.0.0.1:9", timeout_s=0.2).__aenter__()
+    for wrong in ("127.0.0.1:9", "", "ws://127.0.0.1:9"):
+        with pytest.raises(ConfigError, match="is no URL of a pool"):
+            RolloutPool.connect(wrong)
     with pytest.raises(TurnFailedError, match="not open"):
         await RolloutPool.connect("http://127.0.0.1:9").generate(turn())
 

@@ -137,7 +137,9 @@ async def test_a_stream_goes_on_over_a_move() -> None:
         (turn_to_wire(turn()) | {"prompt_ids": []}, "at least 1 token ids"),
         (turn_to_wire(turn()) | {"prompt_ids": ["a"]}, "got 'a' at place 0"),
         (turn_to_wire(turn()) | {"temperature": 1}, "unknown: temperature"),
+        (turn_to_wire(turn()) | {"sampling": {"max_token": 1}}, "unknown in sampling: max_token"),
         (turn_to_wire(turn()) | {"versions": {"newest": 1}}, "at_least"),
+        (turn_to_wire(turn()) | {"turn_id": "a", "stream": True}, "leave out turn_id or stream"),
     ],
 )
 async def test_what_is_no_turn_is_refused(body: Any, says: str) -> None:
@@ -245,6 +247,14 @@ async def test_a_completion_of_ids_needs_no_tokenizer() -> None:
         assert (await ask("/v1/models", method="GET"))[1]["data"][0]["id"] == "toy"
 
 
+@pytest.mark.parametrize(("given", "has_logprobs"), [(0, True), (1, True), (True, True), (None, False), (False, False)])
+async def test_logprobs_are_shown_where_they_are_asked_for(given: Any, *, has_logprobs: bool) -> None:
+    """OpenAI's completions ask by a number; 0 is the sampled token's alone."""
+    async with service() as (_, ask, _):
+        _, data = await ask("/v1/completions", {"prompt": [1], "max_tokens": 2, "logprobs": given})
+        assert ("logprobs" in data["choices"][0]) is has_logprobs
+
+
 async def test_a_completion_of_text() -> None:
     async with service([chatty([1, 2])], tokenizer=ToyTokenizer()) as (_, ask, engines):
         _, data = await ask("/v1/completions", {"prompt": "q!", "stop": "c"})
@@ -276,6 +286,8 @@ async def test_a_streamed_completion_ends_as_openai_s_clients_expect() -> None:
         ({"prompt": [1], "max_tokens": 0}, "max_tokens must be"),
         ({"prompt": [1], "temperature": "hot"}, "temperature must be"),
         ({"prompt": [1], "deadline_s": -1}, "deadline_s must be"),
+        ({"prompt": [1], "stop_token_ids": 5}, "stop_token_ids is a list"),
+        ({"prompt": [1], "stop": 5}, "stop is a text or a list of texts"),
         ("x", "a JSON object"),
     ],
 )
@@ -337,11 +349,17 @@ async def test_a_chat_that_diverges_is_refused_and_says_where() -> None:
             (chat("!", "ab", "c"), "message 0 is"),
             (chat("q", "ab"), "no new message"),
             (chat("q", "ab", "c", user="new"), "not known"),
-            (chat(), "not empty"),
-            (chat() | {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "text parts"),
         ):
             status, data = await ask("/v1/chat/completions", body)
             assert (status, data["error"]["type"]) == (409, "conflict")
+            assert says in data["error"]["message"]
+        for body, says in (
+            (chat(), "not empty"),
+            (chat() | {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "text parts"),
+            (chat() | {"messages": ["q"]}, "an object with role and content"),
+        ):
+            status, data = await ask("/v1/chat/completions", body)
+            assert (status, data["error"]["type"]) == (422, "request_refused_error")
             assert says in data["error"]["message"]
         assert len(engines[0].requests) == 1
         examples = chat("q", "ab", "c", user="new", metadata={"has_examples": "true"})
@@ -370,6 +388,24 @@ async def test_a_request_that_fails_leaves_the_chat_where_it_was() -> None:
         await until(lambda: pool.snapshot().num_live_turns == 0 and not engine.num_in_flight)
         assert (await ask("/v1/chat/completions", chat("q")))[0] == 200
         assert [list(request.prompt_ids) for request in engine.requests] == [[7, 5, 9, 7]] * 2
+
+
+async def test_messages_that_the_template_refuses_leave_the_chat_where_it_was() -> None:
+    class Strict(ToyTokenizer):
+        def go_on(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[int]:
+            if messages[0]["role"] != "user":
+                message = "only users speak here"
+                raise RequestRefusedError(message)
+            return super().go_on(messages)
+
+    async with service([chatty(SAMPLED, [6])], tokenizer=Strict()) as (_, ask, _):
+        await ask("/v1/chat/completions", chat("q"))
+        wrong = chat("q", "ab", "c")
+        wrong["messages"][-1]["role"] = "tool"
+        for _ in range(2):
+            status, data = await ask("/v1/chat/completions", wrong)
+            assert (status, data["error"]["message"]) == (422, "only users speak here")
+        assert (await ask("/v1/chat/completions", chat("q", "ab", "c")))[0] == 200
 
 
 async def test_a_streamed_chat_is_kept_as_well() -> None:

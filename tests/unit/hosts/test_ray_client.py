@@ -8,10 +8,10 @@ import pytest
 from ray_parts import Cable, fake, install_fakes, site, turn, until
 
 from rose import sync
-from rose.errors import ConfigError, RequestRefusedError, TransportError
+from rose.errors import ConfigError, DeadlineExceededError, RequestRefusedError, TransportError
 from rose.hosts.ray.client import ClientConfig, RayPool
 from rose.hosts.ray.specs import EngineSpec
-from rose.types import TurnResult
+from rose.types import FinishReason, TurnResult, WeightVersion
 
 QUICK = ClientConfig(restart_timeout_s=5.0, retry_s=0.01)
 
@@ -192,6 +192,9 @@ async def test_engines_and_accounts_are_reached_through_the_client():
             await pool.add_engine(fake("own"))
             await pool.generate(turn())
             assert sum(account.num_tokens for account in (await pool.accounts()).values()) == 8
+            assert (await pool.statistics()).finished == {FinishReason.LENGTH: 1}
+            with pytest.raises(DeadlineExceededError, match="is at None"):
+                await pool.barrier(WeightVersion("r", 1), timeout_s=0.05)
             assert await pool.remove_engine("own", "enough")
             with pytest.raises(ConfigError, match="this is no address of a store"):
                 await pool.sync_weights({"host": "nowhere"})

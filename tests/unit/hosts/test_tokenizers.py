@@ -122,7 +122,7 @@ def test_spans_and_log_probs_stand_at_their_tokens(folder: Path) -> None:
 
 @pytest.mark.parametrize("message", ["text", {}, {"role": 1}, {"role": "user", "content": 5}])
 def test_what_is_no_message(message: object) -> None:
-    with pytest.raises(HistoryError):
+    with pytest.raises(RequestRefusedError, match="message"):
         normal(message)
 
 

@@ -179,3 +179,18 @@ def test_room_is_that_of_the_roomiest_open_engine_of_the_right_version():
 def test_a_cap_below_one_is_refused():
     with pytest.raises(ValueError, match="cap_per_engine"):
         RoutingConfig(cap_per_engine=0)
+
+
+def test_what_was_asked_before_is_answered_anew_when_a_version_comes_or_goes_or_the_run_changes():
+    index = RoutingIndex(RoutingConfig())
+    turn = attrs.evolve(TURN, versions=Exactly(2))
+    index.put(engine("a", version=WeightVersion("r", 1)))
+    index.run = "r"
+    assert index.choose(turn) == Wait(WaitReason.VERSION)
+    index.put(engine("b", version=WeightVersion("r", 2)))
+    assert index.choose(turn) == Assign(EngineId("b"), RouteReason.DEDICATED)
+    index.run = "q"
+    assert index.choose(turn) == Wait(WaitReason.VERSION)
+    index.run = "r"
+    index.put(engine("b", version=WeightVersion("r", 3)))
+    assert index.choose(turn) == Wait(WaitReason.VERSION)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import attrs
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -119,6 +120,17 @@ def test_the_same_attempt_again_is_told_again() -> None:
     one.news()
     assert one.begin(start(num_kept=1)) is None
     assert told(one.news()) == (1, [6], FinishReason.LENGTH)
+
+
+def test_an_attempt_of_a_pool_that_was_started_anew_is_another_one() -> None:
+    one = call()
+    one.begin(start())
+    one.take(chunk(5, 6))
+    request = one.begin(attrs.evolve(start(), request_id=RequestId("q-1")))
+    assert request is not None
+    assert (request.request_id, request.prompt_ids) == ("q-1", (1, 2))
+    one.take(chunk(7))
+    assert told(one.news()) == (0, [7], None)
 
 
 @pytest.mark.parametrize("end", [FinishReason.ABORTED, FinishReason.EVICTED])

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rose.policies.admission import AdmissionConfig, Budget, Mode, Slo, Start, decide
+from rose.policies.admission import AdmissionConfig, Budget, Mode, Slo, Start, arrival_reserve_s, decide
 from rose.policies.memory import MemoryConfig
 from rose.simulation.batch import Job
 from rose.simulation.device import Device, Lane, Run, Turn
@@ -145,6 +145,16 @@ def test_modes_lend_more_the_less_they_protect_and_keep_their_promises() -> None
     assert tokens[Mode.STRICT] < tokens[Mode.QUIET] < tokens[Mode.SLO]
     assert tpots[Mode.SLO] <= 0.15
     assert tpots[Mode.QUIET] < 0.6 * tpots[Mode.SLO]
+
+
+def test_the_arrival_reserve_is_of_the_expected_chunk_as_in_the_live_governor() -> None:
+    shared = Shared.make(Mode.CLOSED)
+    shared.play([(0.1, 300, 400)], guests=0, until_s=0.5)
+    state, owner = shared.rule.ledger.serving(), shared.owner
+    chunk_s = owner.times.step_s(owner.chunk_tokens, 0, 0, owner.chunk_tokens**2 / 2)
+    admission = AdmissionConfig(slo=Slo(ttft_s=0.5, tpot_s=0.15))
+    reserve_s = arrival_reserve_s(admission, chunk_s, owner.chunk_tokens, "owner")
+    assert state.deadline_s - state.last_step_end_s == pytest.approx(admission.gap_fill * (0.15 - reserve_s))
 
 
 def test_a_prompt_waits_for_at_most_one_guest_step() -> None:

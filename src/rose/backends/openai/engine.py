@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 from collections.abc import AsyncGenerator, AsyncIterator
 
 import aiohttp
@@ -24,11 +25,12 @@ from rose.backends.openai.client import OK, OpenAiClient, words
 from rose.backends.openai.completions import CompletionReader, request_body
 from rose.backends.openai.load import parse_load
 from rose.clocks import MonotonicClock
-from rose.errors import EngineError, EngineLostError, EngineUnsupportedError, RequestRefusedError
+from rose.errors import EngineBusyError, EngineError, EngineLostError, EngineUnsupportedError, RequestRefusedError
 from rose.interfaces import Clock, ServingEngine
 from rose.interfaces.serving import PauseMode
 from rose.types import (
     Activation,
+    EngineAddress,
     EngineId,
     EngineRequest,
     EngineSnapshot,
@@ -39,6 +41,7 @@ from rose.types import (
     WeightVersion,
 )
 
+_logger = logging.getLogger(__name__)
 _TAIL_S = 1.0
 _NO_ROUTE = (404, 405)
 
@@ -85,6 +88,13 @@ class OpenAiEngine(ServingEngine):
         self.engine_id = EngineId(engine_id or self.url)
         self.weight_version = None if version is None else WeightVersion.parse(version)
         self._model, self._vocab_size = model, vocab_size
+        own = {"url": self.url, "engine_id": self.engine_id, "model": model, "token": token, "version": version}
+        options = own | {"vocab_size": vocab_size, "timeout_s": timeout_s}
+        self._address = EngineAddress(
+            name="openai", options=tuple((name, value) for name, value in options.items() if value is not None)
+        )
+        self._max_model_len: int | None = None
+        self._has_asked_length = False
         self._kv_total_tokens = kv_total_tokens
         self._clock = clock or MonotonicClock()
         self._client = OpenAiClient(self.url, engine_id=self.engine_id, token=token, timeout_s=timeout_s)
@@ -222,7 +232,26 @@ class OpenAiEngine(ServingEngine):
             weight_version=self.weight_version,
             is_paused=self._is_paused,
             read_at_s=self._clock.now(),
+            max_context_tokens=await self._known_max_model_len(),
         )
+
+    def address(self) -> EngineAddress:
+        """Return how another process reaches the same server. See ``SupportsAddress``."""
+        return self._address
+
+    async def _known_max_model_len(self) -> int | None:
+        """Ask for the model's length until the server answered once; a server that does not say is not asked again."""
+        if not self._has_asked_length:
+            try:
+                self._max_model_len = await self.max_model_len()
+            except EngineLostError:
+                raise
+            except EngineBusyError:
+                return None
+            except EngineError as error:
+                _logger.info("engine %s does not say how long its prompts may be: %s", self.engine_id, error)
+            self._has_asked_length = True
+        return self._max_model_len
 
     async def max_model_len(self) -> int | None:
         """Return the longest prompt and answer together, in tokens; ``None`` where ``/v1/models`` does not say.

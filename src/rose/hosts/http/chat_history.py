@@ -16,7 +16,7 @@ from typing import Any
 
 import attrs
 
-from rose.errors import RoseError
+from rose.errors import RequestRefusedError, RoseError
 from rose.hosts.http.tokenizers import Message, Tokenizer
 from rose.types import FinishReason, TurnResult, VersionSpan
 
@@ -82,6 +82,7 @@ class Histories:
 
         Raises:
             HistoryError: It does not go on where the chat is, or an answer is being made already.
+            RequestRefusedError: A message is none.
         """
         given = [normal(message) for message in messages]
         known = self._known.get(key)
@@ -99,8 +100,9 @@ class Histories:
         if not new:
             message = f"trajectory {key[1]!r}: the chat has no new message after the last answer"
             raise HistoryError(message)
+        prompt_ids = [*known.token_ids, *self._between(known, new)]  # may raise, so before the chat is taken
         known.is_busy = True
-        return Step(trajectory=known, messages=given, prompt_ids=[*known.token_ids, *self._between(known, new)])
+        return Step(trajectory=known, messages=given, prompt_ids=prompt_ids)
 
     def finish(self, step: Step, result: TurnResult, text: str) -> None:
         """Note the answer to a request."""
@@ -146,17 +148,17 @@ def normal(message: Any) -> dict[str, Any]:
     """Return a message without what is empty, its text in one piece.
 
     Raises:
-        HistoryError: It is none, or has parts that are no text.
+        RequestRefusedError: It is none, or has parts that are no text.
     """
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         text = f"a message is an object with role and content, not {message!r:.80}"
-        raise HistoryError(text)
+        raise RequestRefusedError(text)
     plain = {name: value for name, value in message.items() if value is not None and value != []}
     parts = plain.get("content", "")
     if not isinstance(parts, str):
         if not isinstance(parts, list) or any(not isinstance(p, Mapping) or p.get("type") != "text" for p in parts):
             text = f"the content of a message is a text or a list of text parts, not {parts!r:.80}"
-            raise HistoryError(text)
+            raise RequestRefusedError(text)
         plain["content"] = "".join(str(part.get("text", "")) for part in parts)
     return plain
 

@@ -109,7 +109,7 @@ def read_ask(kind: str, body: Any, headers: Mapping[str, str], tokenizer: Tokeni
             is_named=bool(named),
             has_examples=str(metadata.get("has_examples", "")).lower() == "true",
             is_streamed=bool(body.get("stream")),
-            has_logprobs=body.get("logprobs") not in (None, False),
+            has_logprobs=_has_logprobs(body.get("logprobs")),
             has_token_ids=bool(body.get("return_token_ids")),
             sampling=_sampling(kind, body, tokenizer),
             versions=constraint_from_plain(body.get("versions")),
@@ -223,20 +223,36 @@ def _refuse_unusable(body: Mapping[str, Any]) -> None:
         raise RequestRefusedError(message)
 
 
+def _has_logprobs(given: Any) -> bool:
+    """Tell whether log-probs are asked for: a completion's ``0`` asks for those of the sampled tokens alone."""
+    return given is not None and given is not False
+
+
 def _sampling(kind: str, body: Mapping[str, Any], tokenizer: Tokenizer | None) -> Sampling:
     most = body.get("max_completion_tokens", body.get("max_tokens"))
     given = {name: body[name] for name in ("temperature", "top_p", "ignore_eos", "seed") if body.get(name) is not None}
     return Sampling(
         max_tokens=_DEFAULT_MAX_TOKENS[kind] if most is None else most,
-        stop_token_ids=(*(body.get("stop_token_ids") or ()), *_stops(body.get("stop"), tokenizer)),
+        stop_token_ids=(*_listed(body, "stop_token_ids"), *_stops(body.get("stop"), tokenizer)),
         logprobs=True,
         **given,
     )
 
 
+def _listed(body: Mapping[str, Any], name: str) -> Sequence[Any]:
+    given = body.get(name) or ()
+    if not isinstance(given, Sequence) or isinstance(given, str):
+        message = f"{name} is a list, not {given!r:.80}"
+        raise TypeError(message)
+    return given
+
+
 def _stops(stop: Any, tokenizer: Tokenizer | None) -> list[int]:
     """Return the ids of stop texts, each of which must be one token: a pool sees ids only."""
-    texts = [stop] if isinstance(stop, str) else list(stop or ())
+    texts = stop if isinstance(stop, list) else [] if stop is None else [stop]
+    if not all(isinstance(text, str) for text in texts):
+        message = f"stop is a text or a list of texts, not {stop!r:.80}"
+        raise TypeError(message)
     ids = [list(need(tokenizer, "a stop text").encode(text)) for text in texts]
     wrong = [text for text, one in zip(texts, ids, strict=True) if len(one) != 1]
     if wrong:

@@ -8,6 +8,7 @@ from typing import Any
 
 from aiohttp import web
 
+from rose.errors import RequestRefusedError
 from rose.hosts.http import openai_bodies as bodies
 from rose.hosts.http.auth import Access, caller, require
 from rose.hosts.http.chat_history import Histories, HistoryError, Step
@@ -69,10 +70,10 @@ class ChatRoutes:
         tokenizer = bodies.need(self._tokenizer, "a chat")
         ask = bodies.read_ask("chat", body, request.headers, tokenizer)
         messages = body.get("messages")
+        if not isinstance(messages, list) or not messages:
+            message = "messages is a list of messages, not empty"
+            raise RequestRefusedError(message)
         with _as_conflict():
-            if not isinstance(messages, list) or not messages:
-                message = "messages is a list of messages, not empty"
-                raise HistoryError(message)
             # A chat without a name is not kept: its answers so far, if any, are the client's own words.
             histories = self._histories if ask.is_named else None
             histories = histories or Histories(tokenizer, 1)

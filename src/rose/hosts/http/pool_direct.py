@@ -6,6 +6,8 @@ Invariants:
 * What settled is kept for a client that missed it, the last ``_MAX_SETTLED`` turns of a session.
 * Time in which nothing was heard of a client is no stall of its engines.
 * An engine is streamed from through the pool only for an attempt that is under way.
+* Tokens follow on each other: a report from further on than what is known is dropped, and asked for again.
+* A session that is given up while its client is connected has its connection closed, so that the client begins a new one.
 """
 
 from __future__ import annotations
@@ -94,11 +96,17 @@ class DirectTurn:
         )
         await self._session.send(direct.start_to_wire(start))
 
-    def report(self, news: direct.Report) -> None:
-        """Take a client's news; what is of an earlier attempt, or known already, is dropped."""
+    def report(self, news: direct.Report) -> bool:
+        """Take a client's news; what is of an earlier attempt, or known already, is dropped.
+
+        Returns:
+            Whether it goes on from what is known. Where it does not, an earlier report was lost with its connection.
+        """
         if self.attempt is None or self.attempt.number != news.attempt or self.is_ended:
-            return
+            return True
         start = news.start
+        if start > self._num_heard:
+            return False
         fresh: list[TokenChunk] = []
         for chunk in news.chunks:
             known = max(0, min(self._num_heard - start, len(chunk.token_ids)))
@@ -114,6 +122,7 @@ class DirectTurn:
         if news.end is not None and not isinstance(news.end, FinishReason):
             self._chunks.put_nowait(_as_failure(error_from_plain(news.end)))
         self.is_ended = news.end is not None
+        return True
 
 
 class Session:
@@ -152,8 +161,8 @@ class Session:
                 news = direct.report_from_wire(message)
                 if news.turn_id in self._settled:
                     await self.send(self._settled[news.turn_id])
-                elif news.turn_id in self.turns:
-                    self.turns[news.turn_id].report(news)
+                elif news.turn_id in self.turns and not self.turns[news.turn_id].report(news):
+                    await self.turns[news.turn_id].tell()
             case direct.CANCEL:
                 self.cancel(message[1])
             case direct.TURNS:
@@ -277,7 +286,7 @@ class DirectHost:
         finally:
             if session.socket is socket:
                 session.socket, session.lost_s = None, asyncio.get_running_loop().time()
-                if socket.close_code == WSCloseCode.OK:  # it said good-bye
+                if socket.close_code == WSCloseCode.OK and self.sessions.get(key) is session:  # it said good-bye
                     self._end(key)
         return socket
 
@@ -309,7 +318,14 @@ class DirectHost:
                     session.excuse(self._pool.clock.now())
 
     def _end(self, key: tuple[str, str]) -> None:
-        self.sessions.pop(key).end()
+        session = self.sessions.pop(key)
+        session.end()
+        if session.socket is not None and not session.socket.closed:
+            self._spawn(_hang_up(session.socket))
+
+
+async def _hang_up(socket: web.WebSocketResponse) -> None:
+    await socket.close(code=WSCloseCode.POLICY_VIOLATION, message=b"nothing was heard of this session")
 
 
 def _address_of(engine: ServingEngine) -> EngineAddress | None:

@@ -108,7 +108,7 @@ class PoolService:
     async def generate(self, request: web.Request) -> web.StreamResponse:
         """``POST /v1/generate``: a turn in, its result out; with ``stream`` its tokens before that, one JSON object a line.
 
-        With a ``turn_id`` of the client's a retry finds the turn that is under way.
+        With a ``turn_id`` of the client's a retry finds the turn that is under way, unless it is streamed.
         """
         require(Access.JOB)
         data = await read_json(request)
@@ -117,6 +117,9 @@ class PoolService:
             raise RequestRefusedError(message)
         turn_id, is_streamed = data.pop("turn_id", None), data.pop("stream", False)
         turn = turn_from_wire(data)
+        if is_streamed and turn_id is not None:
+            message = "a stream cannot be taken up again by its turn_id; leave out turn_id or stream"
+            raise RequestRefusedError(message)
         if is_streamed:
             async with contextlib.aclosing(stream(self._pool, turn)) as items:
                 return await answer_stream(request, _counted(items), NDJSON)

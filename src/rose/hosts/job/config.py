@@ -172,10 +172,12 @@ class ServiceConfig:
     Attributes:
         listen: ``HOST:PORT``. Elsewhere than loopback only with tokens.
         tokens: Who may call.
+        tokenizer: Folder of the model's tokenizer, for routes that take or give text; without it they take and give token ids only.
     """
 
     listen: str = "127.0.0.1:0"
     tokens: Sequence[TokenConfig] = ()
+    tokenizer: Path | None = None
 
 
 @attrs.frozen(kw_only=True)

@@ -156,10 +156,13 @@ async def _start(engines: list[ServingEngine]) -> None:
         async with gate:
             await engine.start()
 
-    async with asyncio.TaskGroup() as group:
-        for engine in engines:
-            if isinstance(engine, SupportsStart):
-                group.create_task(start(engine))
+    try:
+        async with asyncio.TaskGroup() as group:
+            for engine in engines:
+                if isinstance(engine, SupportsStart):
+                    group.create_task(start(engine))
+    except ExceptionGroup as errors:  # the first one ended the others
+        raise errors.exceptions[0] from errors
 
 
 def _dedicated(config: JobConfig, clock: Clock) -> list[ServingEngine]:

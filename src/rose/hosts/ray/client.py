@@ -32,8 +32,8 @@ from rose.hosts.ray.pool_host import PoolStatus
 from rose.hosts.ray.sessions import Delivery, Outcome, TurnId
 from rose.hosts.ray.specs import EngineSpec
 from rose.policies.routing import EngineState
-from rose.pool import EngineAccount, PoolSnapshot, SyncReport
-from rose.types import EngineId, TransportAddress, Turn, TurnResult
+from rose.pool import EngineAccount, PoolSnapshot, PoolStatistics, SyncReport
+from rose.types import EngineId, TransportAddress, Turn, TurnResult, WeightVersion
 
 _WAIT_S = 10.0
 
@@ -151,6 +151,19 @@ class RayPool:
     async def accounts(self) -> Mapping[EngineId, EngineAccount]:
         """Return what each engine did since the pool was started the last time."""
         return (await self.status()).accounts
+
+    async def statistics(self) -> PoolStatistics:
+        """Return what became of turns and tokens, of all clients, since the pool was started the last time."""
+        return (await self.status()).statistics
+
+    async def barrier(self, version: WeightVersion, *, timeout_s: float | None = None) -> None:
+        """Wait until nothing of older weights is under way. See ``RolloutPool.barrier``.
+
+        Raises:
+            DeadlineExceededError: Something older was under way for ``timeout_s``.
+            TransportError: The pool was lost meanwhile; ask again.
+        """
+        await self._ask("barrier", version, timeout_s)
 
     async def add_engine(self, spec: EngineSpec) -> EngineState:
         """Let the pool make an engine in its own process. See ``Deployment.add_engine`` for one in an actor."""

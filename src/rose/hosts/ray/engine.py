@@ -18,7 +18,7 @@ from typing import Any
 import attrs
 
 from rose.clocks import MonotonicClock
-from rose.errors import EngineLostError, RoseError
+from rose.errors import EngineLostError, RequestRefusedError, RoseError
 from rose.hosts.ray.peers import Peer
 from rose.interfaces import Clock, ServingEngine
 from rose.interfaces.serving import PauseMode, Slept, Woken
@@ -69,6 +69,9 @@ class RayEngine(ServingEngine):
         return self._generate(request)
 
     async def _generate(self, request: EngineRequest) -> AsyncGenerator[TokenChunk, None]:
+        if request.request_id in self._streams:
+            message = f"a request {request.request_id!r} is in flight already; every attempt needs a fresh id"
+            raise RequestRefusedError(message)
         stream = self._streams[request.request_id] = _Stream()
         try:
             try:

@@ -31,7 +31,7 @@ from rose.hosts.ray.sessions import Delivery, Sessions, TurnId
 from rose.hosts.ray.specs import EngineSpec, PoolSpec
 from rose.interfaces import ServingEngine, Transport
 from rose.policies.routing import EngineState
-from rose.pool import Borrower, EngineAccount, PoolSnapshot, RolloutPool, SyncReport
+from rose.pool import Borrower, EngineAccount, PoolSnapshot, PoolStatistics, RolloutPool, SyncReport
 from rose.pool.remote_lender import RemoteLender
 from rose.types import DeviceId, EngineId, EngineKind, JobId, TransportAddress, Turn, TurnResult, WeightVersion
 
@@ -51,6 +51,7 @@ class PoolStatus:
         engine_nodes: Where the engines run that are in actors of their own.
         snapshot: Turns, engines and version.
         accounts: What each engine did.
+        statistics: What became of turns and tokens.
         num_clients: How many clients are heard of.
     """
 
@@ -59,6 +60,7 @@ class PoolStatus:
     engine_nodes: Mapping[EngineId, str]
     snapshot: PoolSnapshot
     accounts: Mapping[EngineId, EngineAccount]
+    statistics: PoolStatistics
     num_clients: int
 
 
@@ -146,8 +148,14 @@ class PoolHost:
             engine_nodes={name: placed.node_id for name, placed in self._placed.items()},
             snapshot=pool.snapshot(),
             accounts=pool.accounts(),
+            statistics=pool.statistics(),
             num_clients=self._sessions.num_clients,
         )
+
+    async def barrier(self, version: WeightVersion, timeout_s: float | None) -> None:
+        """Wait until nothing of older weights is under way. See ``RolloutPool.barrier``."""
+        pool = await self._pool()
+        await pool.barrier(version, timeout_s=timeout_s)
 
     async def add_engine(self, spec: EngineSpec) -> EngineState:
         """Make an engine in this process and take it in; it is not there any more when the pool is started anew."""

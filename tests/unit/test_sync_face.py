@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
+from rose import pool as asynchronous
 from rose import sync
-from rose.errors import EngineLostError, RequestRefusedError, TurnFailedError
+from rose.errors import ConfigError, DeadlineExceededError, EngineLostError, RequestRefusedError, TurnFailedError
 from rose.testing import FakeEngine
-from rose.types import EngineId, Sampling, Turn
+from rose.types import EngineId, Sampling, Turn, WeightVersion
 
 
 def engines(num: int = 2, **options: object) -> list[FakeEngine]:
@@ -79,6 +83,42 @@ def test_what_cannot_open_says_why() -> None:
     engine.die()
     with pytest.raises(EngineLostError):
         sync.RolloutPool([engine])
+
+
+def test_ctrl_c_while_it_opens_ends_what_was_started() -> None:
+    ended = threading.Event()
+
+    @contextlib.asynccontextmanager
+    async def never() -> AsyncIterator[None]:
+        try:
+            await asyncio.sleep(60.0)
+            yield
+        finally:
+            ended.set()
+
+    threading.Timer(0.1, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        sync.RolloutPool.over(never)
+    assert ended.is_set()
+    assert not any(thread.name == "rose-sync" for thread in threading.enumerate())
+
+
+def test_a_job_file_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("aiohttp", reason="aiohttp is not installed: pip install 'rose-rl[http]'")
+    opened: list[object] = []
+
+    def open_pool(job: object) -> asynchronous.RolloutPool:
+        opened.append(job)
+        return asynchronous.RolloutPool(engines())
+
+    with pytest.raises(ConfigError, match="cannot read the configuration file"):
+        sync.RolloutPool.open(tmp_path / "none.toml")
+    monkeypatch.setattr("rose.hosts.job.open_pool", open_pool)
+    with sync.RolloutPool.open("job.toml") as pool:
+        assert len(pool.generate(turn()).token_ids) == 4
+        with pytest.raises(DeadlineExceededError, match="is at None"):
+            pool.barrier(WeightVersion("r", 1), timeout_s=0.05)
+    assert opened == ["job.toml"]
 
 
 def test_closing_ends_the_calls_of_other_threads(slow: tuple[sync.RolloutPool, FakeEngine]) -> None:

@@ -1,0 +1,1 @@
+"""Faults of real engines under recorded trajectories: what a pool gives must be what it gives undisturbed."""
