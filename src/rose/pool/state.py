@@ -243,8 +243,8 @@ class PoolState:
     def close(self, now_s: float) -> None:
         """End every turn with an error."""
         for record in list(self.live.values()):
-            self._withdraw(record, now_s)
-            self._fail_turn(record, TurnFailedError("the pool was closed", tuple(record.hops)), now_s)
+            if self._withdraw(record, now_s):  # one that failed may have taken its group along
+                self._fail_turn(record, TurnFailedError("the pool was closed", tuple(record.hops)), now_s)
 
     def waiting_reasons(self) -> Counter[WaitReason]:
         """Count the waiting turns by what they wait for."""
@@ -282,8 +282,8 @@ class PoolState:
     def _give_up_on_engines(self, now_s: float) -> None:
         """Fail the turns that waited through an outage for too long."""
         for record in self._waiting:
-            if self._outage.due_s(record) <= now_s + TIME_EPSILON_S:
-                self._waiting.remove(record)
+            # One that failed may have taken its group along.
+            if self._outage.due_s(record) <= now_s + TIME_EPSILON_S and self._waiting.remove(record):
                 error = failures.no_engine(record, self.engines.members.values(), self._config.no_engine_timeout_s)
                 self._fail_turn(record, error, now_s)
         self._set_outage_timer(self._waiting)

@@ -9,9 +9,10 @@ import pytest
 
 from rose.errors import EngineError
 from rose.policies.routing import Circuit, RoutingConfig
-from rose.pool.actions import TimerKind, Timers
+from rose.pool.actions import SettleTurn, TimerKind, Timers
 from rose.pool.circuit import CircuitBreaker
 from rose.pool.config import PoolConfig
+from rose.pool.state import PoolState
 from rose.pool.turns import TurnRecord
 from rose.pool.waiting import TrajectoryMemory, WaitingQueue
 from rose.types import (
@@ -256,3 +257,21 @@ class TestConfig:
     def test_the_defaults_are_those_of_the_paper(self):
         assert (PoolConfig().routing.cap_per_engine, PoolConfig().stall_s) == (16, 2.0)
         assert RoutingConfig() == PoolConfig().routing
+
+
+@pytest.mark.parametrize("end", ["closed", "no engine"])
+def test_a_failed_turn_that_takes_its_group_along_settles_each_once(end):
+    state = PoolState(PoolConfig(max_group_failures=1, no_engine_timeout_s=5.0), name="p", seed=0)
+    turns = [
+        Turn(trajectory_id=f"t{i}", group_id="g", prompt_ids=(1,), sampling=Sampling(max_tokens=4)) for i in range(3)
+    ]
+    records = [state.submit(turn, None, 0.0) for turn in turns]
+    records[0].is_suspect = True
+    state.plan(0.0)
+    if end == "closed":
+        state.close(1.0)
+    else:
+        state.tick(6.0)
+    actions, _ = state.plan(6.0)
+    assert [action.record for action in actions if isinstance(action, SettleTurn)] == records
+    assert sum(state.recorder.read().failed.values()) == 3
