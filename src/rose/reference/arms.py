@@ -113,10 +113,9 @@ class Job:
     async def pool(self, *, has_borrowed: bool, is_capped: bool = True) -> AsyncIterator[RolloutPool]:
         """Open a pool over the job's own engines and, if asked, those beside serving."""
         cap = self.config.cap_per_engine if is_capped else _UNCAPPED
-        routing = RoutingConfig(cap_per_engine=cap)
         pool = RolloutPool(
             self.fleet.dedicated,
-            config=PoolConfig(routing=routing if is_capped else attrs.evolve(routing, untried_slots=cap)),
+            config=PoolConfig(routing=RoutingConfig(cap_per_engine=cap)),
             clock=self.fleet.clock,
             on_event=self._hear,
             seed=self.config.seed,

@@ -169,7 +169,7 @@ async def test_a_cancelled_call_is_aborted_once_and_leaves_nothing() -> None:
     """Case E11 over the direct path: waiting, in flight, and about to begin."""
     async with direct_pool(2, token_s=0.05, max_running=2) as (pool, url, servers), RolloutPool.connect(url) as remote:
         tasks = [asyncio.create_task(remote.generate(turn(f"t{n}", max_tokens=500))) for n in range(10)]
-        await until(lambda: sum(server.num_asked for server in servers) == 8)  # two run, two more are let in by those
+        await until(lambda: sum(server.num_asked for server in servers) == 10)
         late = asyncio.create_task(remote.generate(turn("late")))
         await asyncio.sleep(0)
         for task in [*tasks, late]:

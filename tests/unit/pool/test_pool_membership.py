@@ -368,11 +368,19 @@ def test_an_engine_of_the_first_ones_that_did_not_answer_is_asked_again():
     assert after == {"a": EngineState.READY, "b": EngineState.READY}
 
 
+async def put_to_work(pool: RolloutPool, clock: ManualClock) -> None:
+    """Let another engine make the pool's first tokens, and go."""
+    await pool.add_engine(engine(clock, "z"))
+    await pool.generate(turn("first"))
+    await pool.remove_engine(EngineId("z"), "test")
+
+
 def test_an_engine_that_joins_is_given_more_turns_as_it_shows_tokens():
     clock = ManualClock()
 
     async def work():
         async with RolloutPool(clock=clock, config=PoolConfig(routing=RoutingConfig(cap_per_engine=6))) as pool:
+            await put_to_work(pool, clock)
             turns = [asyncio.ensure_future(pool.generate(turn(f"t{i}", 50))) for i in range(8)]
             await pool.add_engine(engine(clock, "a"))
             seen = []
@@ -390,6 +398,7 @@ def test_the_first_of_several_engines_that_join_takes_no_more_than_its_share():
 
     async def work():
         async with RolloutPool(clock=clock) as pool:
+            await put_to_work(pool, clock)
             turns = [asyncio.ensure_future(pool.generate(turn(f"t{i}", 50))) for i in range(16)]
             for name in "abcd":
                 await pool.add_engine(engine(clock, name), EngineKind.BORROWED)
@@ -417,9 +426,26 @@ def test_a_dead_engine_is_sent_no_burst():
     dead = Dead(engine_id=A, clock=clock)
 
     async def work():
-        async with RolloutPool([dead, engine(clock, "b"), engine(clock, "c")], clock=clock) as pool:
+        async with RolloutPool([engine(clock, "b"), engine(clock, "c")], clock=clock) as pool:
+            await pool.generate(turn("first"))
+            await pool.add_engine(dead)
             return await asyncio.gather(*(pool.generate(turn(f"t{i}")) for i in range(100)))
 
     results = run(clock, work)
     assert all(len(result.token_ids) == 10 for result in results)
     assert dead.num_sent == 2
+
+
+def test_the_first_burst_goes_to_dedicated_engines_first():
+    """Before any engine showed a token, holding one back would only send the first trajectories elsewhere."""
+    clock = ManualClock()
+
+    async def work():
+        async with RolloutPool([engine(clock, "a")], borrowed=[engine(clock, "b")], clock=clock) as pool:
+            turns = [asyncio.ensure_future(pool.generate(turn(f"t{i}", 50))) for i in range(18)]
+            await clock.sleep(0.05)
+            shares = {view.engine_id: view.num_in_flight for view in pool.snapshot().engines}
+            await asyncio.gather(*turns)
+            return shares
+
+    assert run(clock, work) == {"a": 16, "b": 2}

@@ -10,13 +10,12 @@ import pytest
 
 from rose.observe.live import LiveState
 from rose.observe.summary import VersionRecord
-from rose.pool import PoolConfig, RolloutPool, RoutingConfig
+from rose.pool import RolloutPool
 from rose.reference import progress as progress_module
 from rose.reference.progress import Progress
 from rose.testing import FakeEngine, ManualClock
 from rose.types import EngineId, EngineKind, Sampling, Turn
 
-ALL_AT_ONCE = PoolConfig(routing=RoutingConfig(untried_slots=16))
 BLANK = LiveState(arm="set-up", step=0, num_steps=3, phase="starting", slo_ttft_ms=500, slo_tpot_ms=150)
 VERSION = VersionRecord(
     n=1,
@@ -71,7 +70,7 @@ def test_the_engines_are_read_while_a_pool_is_watched(view):
 
     async def work():
         own, lent = (FakeEngine(engine_id=EngineId(name), clock=clock, token_s=0.1) for name in ("own", "lent"))
-        async with RolloutPool([own], borrowed=[lent], clock=clock, config=ALL_AT_ONCE) as pool:
+        async with RolloutPool([own], borrowed=[lent], clock=clock) as pool:
             with progress.watching(pool):
                 turns = [
                     asyncio.ensure_future(

@@ -19,7 +19,7 @@ from random import Random
 import attrs
 
 from rose.bench.scheduler.engines import BenchEngine, reading
-from rose.policies.routing import Assign, RoutingConfig, RoutingIndex
+from rose.policies.routing import Assign, RoutingIndex
 from rose.pool import PoolConfig
 from rose.pool.actions import Action, SettleTurn, StartAttempt
 from rose.pool.membership import Member, Membership
@@ -48,7 +48,7 @@ CHUNKS = 4
 MEAN_TURN_S = 1.0
 BORROWED_SLOWNESS = 1.5
 GROUP = 16
-_CONFIG = PoolConfig(routing=RoutingConfig(untried_slots=16))  # engines that have long been at work
+_CONFIG = PoolConfig()
 _KV_TOKENS = 44_000  # fifteen mean turns with all they may make, of sixteen slots
 _CONSTRAINTS: tuple[tuple[VersionConstraint, int], ...] = ((AnyVersion(), 5), (AtLeast(4), 3), (Exactly(5), 2))
 _NUM_PROMPTS = 256
