@@ -46,7 +46,8 @@ async def test_a_turn_on_a_borrowed_engine_survives_its_end(tmp_path: Path, end:
         expected = await pool.generate(TURN)
     assert (result.token_ids, result.finish_reason) == (expected.token_ids, FinishReason.LENGTH)
     assert [(hop.engine_id, hop.ended) for hop in result.hops] == [("remote", ended), ("own", HopEnd.FINISHED)]
-    assert result.hops[0].num_tokens >= 5
+    # Where the pool sees the engine go before the client has told its tokens, these are computed again.
+    assert result.hops[0].num_tokens >= 5 or end == "engine"
     assert parts.service.num_fenced == 0
 
 
