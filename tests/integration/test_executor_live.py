@@ -97,6 +97,7 @@ class Site:
         async with asyncio.timeout(START_S):
             while (event := await asyncio.to_thread(self.read_event))["event"] != "ready":
                 pass
+        await eventually(lambda: serving_answers(self.serving_url), START_S)  # its heart beats before its door is open
         url = event["url"]
         self.engine, self.client = RemoteEngine(url, engine_id="gpu0"), HttpClient(url)
         return time.monotonic() - began_s
@@ -159,6 +160,14 @@ async def eventually(condition: Any, timeout_s: float = 30.0) -> Any:
                 if found := await condition():
                     return found
             await asyncio.sleep(0.05)
+
+
+async def serving_answers(url: str) -> bool:
+    client = HttpClient(url, timeout_s=30.0)
+    try:
+        return bool(await client.call("POST", "/complete", {"prompt_ids": PROMPT, "max_tokens": 2}))
+    finally:
+        await client.close()
 
 
 def free_port() -> int:
@@ -322,14 +331,7 @@ async def test_a_serving_engine_that_died_is_started_again(site: Site) -> None:
     old = site.serving
     os.killpg(old.pid, signal.SIGKILL)
 
-    async def is_back() -> bool:
-        client = HttpClient(site.serving_url, timeout_s=30.0)
-        try:
-            return bool(await client.call("POST", "/complete", {"prompt_ids": PROMPT, "max_tokens": 2}))
-        finally:
-            await client.close()
-
-    await eventually(is_back)
+    await eventually(lambda: serving_answers(site.serving_url))
     assert site.serving != old
     assert (await collect(site.engine, site.request(8))).finish_reason is FinishReason.LENGTH
 
