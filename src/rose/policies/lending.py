@@ -33,7 +33,7 @@ class JobTerms:
     """
 
     tenant: str | None = None
-    weight: float = attrs.field(default=1.0, validator=v.gt(0))
+    weight: float = attrs.field(default=1.0, validator=checks.number(above=0))
     quota: int | None = attrs.field(default=None, validator=v.optional(v.ge(0)))
 
 

@@ -143,6 +143,24 @@ def test_a_grant_that_is_not_kept_is_none(failing: Site) -> None:
     assert not any(ledger.budget().is_granted for ledger in failing.ledgers.values())
 
 
+def test_text_that_is_no_unicode_stops_nobody(site: Site) -> None:
+    (lease,) = site.lender.grant(JobId("\udcff"), 1, model="\ud800")
+    site.lender.stop(Switch(SwitchKind.MODEL, "\ud800"), who="serving \udcff", reason="\udcff")
+    site.lender.grant(A, 6)
+    with AuditReader(site.root / "state") as reader:
+        (ended,) = (entry for entry in reader.entries() if entry.change == "revoked")
+    assert (ended.job, ended.lease_id) == (r"\udcff", lease.lease_id)
+    assert site.problems() == []
+
+
+def test_a_change_that_fails_for_any_reason_leaves_the_next_one_alone(site: Site) -> None:
+    unfit = Entry(change="mode", who="", at_s=0.0, wall_s=0.0, fencing_token=1 << 70)
+    with pytest.raises(OverflowError):
+        site.store.commit([], [unfit])
+    assert len(site.lender.grant(A, 1)) == 1
+    assert site.problems() == []
+
+
 def test_a_crash_between_keeping_and_writing_is_repaired_at_the_next_start(failing: Site) -> None:
     failing.store.fails_after = True
     with pytest.raises(LedgerError, match="killed"):
@@ -259,8 +277,10 @@ def test_grants_and_ends_wait_for_the_disk_and_renewals_do_not(site: Site) -> No
 
 
 def test_one_lender_a_state_and_only_a_lenders_state(site: Site, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="another lender uses the lender state"):
-        SqliteStore(site.root / "state")
+    (site.root / "link").symlink_to(site.root / "state")
+    for name in ("state", "link"):
+        with pytest.raises(ConfigError, match="another lender uses the lender state"):
+            SqliteStore(site.root / name)
     assert {path.stat().st_mode & 0o777 for path in site.root.glob("state*")} == {0o600}
     (tmp_path / "text").write_text("this is no database, and long enough to be told from one" * 20)
     with pytest.raises(ConfigError, match=r"cannot use .*text"):

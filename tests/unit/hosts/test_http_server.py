@@ -214,10 +214,13 @@ async def test_bodies_are_json_that_says_so():
         return web.json_response(await read_json(request))
 
     async with service(web.post("/x", echo)) as url:
-        assert await ask(url, "POST", body={"a": [1]}) == {"a": [1]}
+        assert await ask(url, "POST", body={"a": ["\U0001f339"]}) == {"a": ["\U0001f339"]}
         client = HttpClient(url)
         session = client._open_session()
-        for headers, data in (({"Content-Type": "text/plain"}, b"{}"), ({"Content-Type": "application/json"}, b"{")):
+        wrong = (b"{", b"[" * 100_000, b'"\\ud800"', b'"\xed\xa0\x80"', b'"\xff"', '"x"'.encode("utf-16"))
+        for headers, data in [({"Content-Type": "text/plain"}, b"{}")] + [
+            ({"Content-Type": "application/json"}, data) for data in wrong
+        ]:
             async with session.post(url + "/x", data=data, headers=headers) as answer:
                 assert answer.status == 400
                 assert (await answer.json())["error"]["type"] == "config_error"

@@ -148,16 +148,20 @@ async def read_json(request: web.Request) -> Any:
     """Return a request's body.
 
     Raises:
-        ConfigError: It is no JSON, or does not say that it is (which keeps web pages from sending it).
+        ConfigError: It is no JSON in UTF-8, or does not say that it is (which keeps web pages from sending it).
     """
     if request.content_type != "application/json":
         message = f"{request.method} {request.path} takes application/json, not {request.content_type}"
         raise ConfigError(message)
+    raw = await request.read()
     try:
-        return json.loads(await request.read())
-    except ValueError as error:
+        data = json.loads(raw.decode())
+        if b"\\u" in raw:  # half a surrogate pair is no text: it could be neither kept nor sent on
+            json.dumps(data, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as error:
         message = f"the body of {request.method} {request.path} is no JSON: {error}"
         raise ConfigError(message) from error
+    return data
 
 
 @contextlib.asynccontextmanager
