@@ -10,15 +10,19 @@ Invariants:
 
 Life cycle:
 
-1. [LENDER] ``Ledger.create`` writes the header and empty sections; no lease.
+1. [EXECUTOR] ``Ledger.attach_or_create`` puts a file with a header and empty sections there, in one piece; no lease.
 2. [ENGINES] ``Ledger.attach``; each publishes its own section after every step.
 3. [LENDER] ``publish_budget`` grants, renews, revokes; the rollout engine reads it before every step.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
+import secrets
 import struct
+from collections.abc import Callable
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -193,20 +197,48 @@ class Ledger:
     def create(cls, path: Path | str) -> Ledger:
         """Make a new ledger, replacing an older file, with no lease and a serving engine that never spoke.
 
+        It is whole from the moment on at which it is at ``path``.
+
         Raises:
             LedgerError: The file cannot be made.
         """
-        memory = map_file(path, _NUM_BYTES, is_new=True)
-        _HEADER.pack_into(memory, 0, _MAGIC, _VERSION, _NUM_BYTES)
-        memory.close()
-        ledger = cls(path)
-        ledger.publish_arrivals(ArrivalState())
-        ledger.beat(-math.inf)
-        ledger.publish_serving(IDLE_SERVING)
-        ledger.publish_rollout(RolloutState())
-        ledger.publish_budget(Budget())
-        ledger.publish_usage(UsageState())
-        return ledger
+        cls._make(path, os.replace)
+        return cls(path)
+
+    @classmethod
+    def attach_or_create(cls, path: Path | str) -> Ledger:
+        """Open the ledger, or make one where there is no file; of several that make one at a time all have the same.
+
+        Raises:
+            LedgerError: What is there is no ledger or one of another version, or the file cannot be made.
+        """
+        if not Path(path).exists():
+            with contextlib.suppress(FileExistsError):
+                cls._make(path, os.link)
+        return cls(path)
+
+    @classmethod
+    def _make(cls, path: Path | str, place: Callable[[Path, Path | str], None]) -> None:
+        """Write a ledger beside ``path`` and put it there."""
+        made = Path(f"{path}.{secrets.token_hex(4)}.new")
+        try:
+            with map_file(made, _NUM_BYTES, is_new=True) as memory:
+                _HEADER.pack_into(memory, 0, _MAGIC, _VERSION, _NUM_BYTES)
+            ledger = cls(made)
+            ledger.publish_arrivals(ArrivalState())
+            ledger.beat(-math.inf)
+            ledger.publish_serving(IDLE_SERVING)
+            ledger.publish_rollout(RolloutState())
+            ledger.publish_budget(Budget())
+            ledger.publish_usage(UsageState())
+            place(made, path)
+        except FileExistsError:
+            raise
+        except OSError as error:
+            message = f"cannot create ledger {path}: {error.strerror}; name a file that you may read and write"
+            raise LedgerError(message) from error
+        finally:
+            made.unlink(missing_ok=True)
 
     def publish_arrivals(self, state: ArrivalState) -> None:
         """[SERVING, input thread] Note that a prompt came, before the step loop knows of it."""

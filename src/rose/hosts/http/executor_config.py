@@ -54,6 +54,10 @@ class SharedDevice:
         if not self.paths or len(self.paths) != len(self.ledgers):
             message = f"device: {len(self.paths)} paths and {len(self.ledgers)} ledgers; give each device one of both"
             raise ValueError(message)
+        files = [Path(path).absolute() for path in (*self.paths, *self.ledgers, *filter(None, [self.clock]))]
+        if twice := next((path for path in files if files.count(path) > 1), None):
+            message = f"device: {twice} is named twice; each device has a file and a ledger of its own"
+            raise ValueError(message)
         if (self.kind == "paced") != (self.clock is not None):
             message = "device: clock is for paced devices, and they need one"
             raise ValueError(message)
