@@ -34,7 +34,7 @@ from rose.errors import LedgerError
 from rose.policies.admission import Budget, Mode, ServingState
 
 _MAGIC = b"ROSELEDG"
-_VERSION = 2
+_VERSION = 3
 _HEADER = struct.Struct("<8sII")
 _NUM_SECTIONS = 7
 _NUM_BYTES = _NUM_SECTIONS * SECTION_BYTES
@@ -178,7 +178,7 @@ class Ledger:
         self._pulse = self._section(2, "<d", "pulse")
         self._serving = self._section(3, "<qqq7d", "serving")
         self._rollout = self._section(4, "<ddqqddqdddqqqq", "rollout")
-        self._budget = self._section(5, "<qdqd?", "budget")
+        self._budget = self._section(5, "<qdqd?q", "budget")
         self._usage = self._section(6, "<6d4q2dqq", "usage")
 
     def _section(self, index: int, layout: str, name: str) -> Section:
@@ -279,6 +279,7 @@ class Ledger:
             budget.fencing_token,
             budget.expires_s,
             budget.is_granted,
+            budget.holder,
         )
 
     def arrivals(self) -> ArrivalState:
@@ -314,13 +315,14 @@ class Ledger:
 
     def budget(self) -> Budget:
         """Read what the lender allows."""
-        mode, cap, token, expires_s, is_granted = self._budget.read()
+        mode, cap, token, expires_s, is_granted, holder = self._budget.read()
         return Budget(
             mode=_MODES[int(mode)],
             kv_cap_bytes=cap,
             fencing_token=int(token),
             expires_s=expires_s,
             is_granted=bool(is_granted),
+            holder=int(holder),
         )
 
     def as_dict(self) -> dict[str, Any]:

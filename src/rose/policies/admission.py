@@ -171,7 +171,8 @@ class ServingState:
 class Budget:
     """What the lender allows on one device.
 
-    ``fencing_token`` grows with every lease of the device; ``expires_s`` may be ``inf``.
+    ``fencing_token`` grows with every lease of the device; ``expires_s`` may be ``inf``. ``holder`` is the key of the job that holds the
+    lease (``rose.policies.lending.job_key``), 0 where it is no job's in particular.
     """
 
     mode: Mode = Mode.SLO
@@ -179,6 +180,7 @@ class Budget:
     fencing_token: int = 0
     expires_s: float = 0.0
     is_granted: bool = False
+    holder: int = 0
 
 
 class HoldReason(enum.Enum):

@@ -224,5 +224,5 @@ def test_why_a_device_is_closed(config: Path, tmp_path: Path, caplog: pytest.Log
         (tmp_path / "gpu1.ledger").write_bytes(b"ROSELEDG" + bytes(8192))
         for _ in range(4):
             opened.follow()
-        assert "is no ROSE ledger of version 2 but of version 0" in opened.ledgers[gpu1].problem
+        assert "is no ROSE ledger of version 3 but of version 0" in opened.ledgers[gpu1].problem
     assert [record.getMessage().split(":")[0] for record in caplog.records] == ["not lent"]

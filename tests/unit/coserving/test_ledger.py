@@ -52,7 +52,9 @@ def test_every_section_reads_back_in_another_handle(tmp_path: Path) -> None:
     )
     writer.publish_rollout(rollout)
     assert reader.rollout() == rollout
-    budget = Budget(mode=Mode.QUIET, kv_cap_bytes=3e9, fencing_token=2**40, expires_s=9.0, is_granted=True)
+    budget = Budget(
+        mode=Mode.QUIET, kv_cap_bytes=3e9, fencing_token=2**40, expires_s=9.0, is_granted=True, holder=2**62
+    )
     writer.publish_budget(budget)
     assert reader.budget() == budget
 

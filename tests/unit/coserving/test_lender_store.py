@@ -18,7 +18,7 @@ from rose.coserving.lender import Lender, Switch, SwitchKind
 from rose.coserving.lender_audit import Entry, check_audit
 from rose.errors import ConfigError, LeaseError, LedgerError
 from rose.policies.admission import Mode, check_lease
-from rose.policies.lending import JobTerms, LendingConfig
+from rose.policies.lending import Ask, JobTerms, LendingConfig, job_key
 from rose.testing import ManualClock
 from rose.types import DeviceId, JobId
 
@@ -141,6 +141,17 @@ def test_a_grant_that_is_not_kept_is_none(failing: Site) -> None:
         failing.lender.grant(A, 2)
     assert failing.lender.leases == ()
     assert not any(ledger.budget().is_granted for ledger in failing.ledgers.values())
+
+
+def test_the_ledger_says_whose_the_lease_is(site: Site) -> None:
+    of_a, of_b = site.lender.grant_all([Ask(job=A, num_devices=1), Ask(job=B, num_devices=1)])
+    holders = {lease.device_id: site.ledgers[lease.device_id].budget().holder for lease in (of_a, of_b)}
+    assert holders == {of_a.device_id: job_key(A), of_b.device_id: job_key(B)}
+    assert len({0, *holders.values()}) == 3
+    site.restart()
+    assert site.ledgers[of_a.device_id].budget().holder == job_key(A)
+    site.lender.release([of_a.lease_id])
+    assert site.ledgers[of_a.device_id].budget().holder == 0
 
 
 def test_text_that_is_no_unicode_stops_nobody(site: Site) -> None:
