@@ -163,10 +163,15 @@ def _check(config: LenderConfig, path: Path) -> None:
         message = f"{path}: lending.jobs names {', '.join(unknown)}, for which there is no token; add [[tokens]]"
         raise ConfigError(message)
     print(f"{path}: {len(config.devices)} devices, {len(config.tokens)} tokens, at {config.listen}")  # noqa: T201
-    _tell_missing(config, sys.stdout)
+    _tell_lacking(config, sys.stdout)
 
 
-def _tell_missing(config: LenderConfig, out: TextIO) -> None:
+def _tell_lacking(config: LenderConfig, out: TextIO) -> None:
+    """Tell of what is no mistake, and will be missed."""
+    if config.tokens and not any(token.access.value == "control" for token in config.tokens):
+        print(
+            'no token has access "control": without one nobody can throw a kill switch while the lender runs', file=out
+        )
     missing = sorted(name for name, device in config.devices.items() if not device.ledger.exists())
     if missing:
         print(f"not lent before their executors make their ledgers: {', '.join(missing)}", file=out)
@@ -178,7 +183,7 @@ async def _serve(config: LenderConfig, stopped: threading.Event) -> None:
     async with serve_lender(config) as url:
         sys.stdout.write(json.dumps({"url": url, "pid": os.getpid(), "num_devices": len(config.devices)}) + "\n")
         sys.stdout.flush()
-        _tell_missing(config, sys.stderr)
+        _tell_lacking(config, sys.stderr)
         while not stopped.is_set():  # noqa: ASYNC110 - a signal sets it
             await asyncio.sleep(_POLL_S)
 

@@ -140,11 +140,14 @@ def _check_kind(path: Path) -> None:
     """Refuse what is a file of somebody else.
 
     Raises:
-        LedgerError: It is a folder, or begins as no ledger does.
+        LedgerError: There is none, it is a folder, or it begins as no ledger does.
     """
     try:
         with path.open("rb") as file:
             found = file.read(len(_MAGIC))
+    except FileNotFoundError as error:
+        message = f"there is no ledger {path}; the executor of the device (rose serve) makes it"
+        raise LedgerError(message) from error
     except IsADirectoryError as error:
         message = f"{path} is no ROSE ledger but a folder; name the file"
         raise LedgerError(message) from error

@@ -39,6 +39,12 @@ def test_check_says_what_would_be_lent(config: Path, capsys: pytest.CaptureFixtu
     said = capsys.readouterr().out
     assert "2 devices, 0 tokens, at 127.0.0.1:1" in said
     assert "make their ledgers: gpu1" in said
+    assert "control" not in said
+    for access, is_told in (("job", True), ("control", False)):
+        text = config.read_text().split("[[tokens]]")[0]
+        config.write_text(f'{text}[[tokens]]\nname = "a"\nsha256 = "{DIGEST}"\naccess = "{access}"\n')
+        assert main(["lend", str(config), "--check"]) == 0
+        assert ('no token has access "control"' in capsys.readouterr().out) is is_told
 
 
 @pytest.mark.parametrize(

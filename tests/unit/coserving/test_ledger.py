@@ -108,7 +108,7 @@ def test_a_ledger_that_cannot_be_made_is_said(tmp_path: Path) -> None:
 
 
 def test_what_is_no_ledger_is_refused_with_its_name(tmp_path: Path) -> None:
-    with pytest.raises(LedgerError, match=r"missing.*create it first"):
+    with pytest.raises(LedgerError, match=r"no ledger .*missing; the executor"):
         Ledger.attach(tmp_path / "missing")
     (tmp_path / "short").write_bytes(b"x")
     with pytest.raises(LedgerError, match="is no ROSE ledger;"):

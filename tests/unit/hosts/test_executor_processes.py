@@ -221,7 +221,7 @@ ledgers = ["{folder}/gpu0.ledger"]
 [serving]
 model = "{folder}"
 args = ["--port", "8000"]
-memory = {{pool_bytes = 1000}}
+memory = {{pool_bytes = 4_000_000_000}}
 [serving.admission.slo]
 ttft_s = 0.4
 tpot_s = 0.1
@@ -280,6 +280,7 @@ def test_a_gang_has_lists_of_paths(tmp_path: Path):
         ('kind = "host"', 'kind = "paced"', "clock is for paced devices"),
         ("ledgers = [", 'ledgers = ["more", ', "1 paths and 2 ledgers"),
         ("gpu0.ledger", "gpu0.device", "gpu0.device is named twice; each device has a file and a ledger"),
+        ("4_000_000_000", "2_300_000_000", "serving.memory: pool_bytes 2300000000 less headroom_bytes 2147483648 leaves no"),
         ("args = ", "attach = true\nargs = ", "exactly one of attach"),
         ("[device]", 'listen = "0.0.0.0:1"\n[device]', "configure [[tokens]]"),
         ("[device]", 'listen = "1"\n[device]', "gpu0.toml: listen: '1' is no place to listen"),
