@@ -43,6 +43,13 @@ class Mode(enum.Enum):
     UNGATED = "ungated"  # first come, first served: the base line
     CLOSED = "closed"  # no rollout step
 
+    def lends_more_than(self, other: Mode) -> bool:
+        """Return whether it may let a step start that ``other`` holds."""
+        return _BY_LENT.index(self) > _BY_LENT.index(other)
+
+
+_BY_LENT = (Mode.CLOSED, Mode.STRICT, Mode.QUIET, Mode.SLO, Mode.PAPER, Mode.UNGATED)
+
 
 @attrs.frozen(kw_only=True)
 class Slo:

@@ -208,6 +208,18 @@ def test_what_could_not_be_kept_is_kept_with_the_next_change(failing: Site) -> N
     assert failing.lender.switches == {Switch(SwitchKind.DEVICE, "d0")}
 
 
+def test_a_mode_that_cannot_be_kept_lends_no_more_than_before(failing: Site) -> None:
+    for mode, in_force in ((Mode.UNGATED, Mode.SLO), (Mode.QUIET, Mode.QUIET), (Mode.SLO, Mode.QUIET)):
+        failing.store.fails_before = True
+        with pytest.raises(LedgerError, match="disk full"):
+            failing.lender.set_mode(mode)
+        assert {failing.lender.mode, *(ledger.budget().mode for ledger in failing.ledgers.values())} == {in_force}
+    failing.store.fails_before = False
+    failing.lender.set_mode(Mode.PAPER)
+    failing.restart()
+    assert failing.lender.mode is Mode.PAPER
+
+
 def test_switches_stay_thrown_over_restarts_until_they_are_lifted(site: Site) -> None:
     site.lender.grant(A, 2)
     site.lender.stop(Switch(SwitchKind.DEVICE, "d1"), who="serving ann", reason="hot")
