@@ -427,18 +427,27 @@ async def test_metrics_show_what_the_ledger_says(tmp_path: Path):
         await running.supervisor.wait_until_up()
         ledger = Ledger.attach(tmp_path / "gpu0.ledger")
         ledger.publish_usage(UsageState(busy_fraction=0.75, rollout_fraction=0.5, debt_s=1.5))
-        registry = CollectorRegistry(auto_describe=False)
-        registry.register(
-            ExecutorCollector(
-                [ledger],
-                MonotonicClock(),
-                serving=running.serving,
-                supervisor=running.supervisor,
-                service=running.service,
-                holds=running.service._holds,
+        (tmp_path / "more").mkdir()
+        other = Ledger.create(tmp_path / "more" / "gpu0.ledger")
+
+        def shown(*ledgers: Ledger) -> str:
+            registry = CollectorRegistry(auto_describe=False)
+            registry.register(
+                ExecutorCollector(
+                    ledgers,
+                    MonotonicClock(),
+                    serving=running.serving,
+                    supervisor=running.supervisor,
+                    service=running.service,
+                    holds=running.service._holds,
+                )
             )
-        )
-        text = generate_latest(registry).decode()
+            return generate_latest(registry).decode()
+
+        text = shown(ledger)
+        both = shown(ledger, other).splitlines()
+    for each in (ledger, other):
+        assert f'rose_lease_granted{{device="{each.path}"}} 0.0' in both, "two ledgers of one name are two devices"
     for line in (
         'rose_device_busy_fraction{device="gpu0"} 0.75',
         'rose_device_rollout_fraction{device="gpu0"} 0.5',
