@@ -166,6 +166,7 @@ async def test_roles_and_routes(service: Service) -> None:
         audit = await dash.call("GET", "/v1/audit?limit=3")
         assert [entry["change"] for entry in audit["entries"]] == ["started", "granted", "granted"]
         assert (await dash.call("GET", f"/v1/audit?after={10**30}"))["entries"] == []
+        assert len((await dash.call("GET", f"/v1/audit?after={-(10**30)}&limit=2"))["entries"]) == 2
         back = (await ann.call("POST", "/v1/revoke", {"device_id": "d0", "grace_s": 0.2}))["leases"]
         assert [lease["is_revoking"] for lease in back] == [True]
         renewed = (await a.call("POST", "/v1/renew", {"lease_ids": ids}))["leases"]

@@ -118,6 +118,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check_options(arguments: argparse.Namespace) -> None:
+    if arguments.action != "serve" and (arguments.check or arguments.audit):
+        option = "--check" if arguments.check else "--audit"
+        message = f"{option} does nothing but look, so {arguments.action} would not be done; give one of them"
+        raise ConfigError(message)
     if arguments.device is not None and arguments.model is not None:
         message = "--device and --model exclude each other; give one"
         raise ConfigError(message)
@@ -159,10 +163,15 @@ def _check(config: LenderConfig, path: Path) -> None:
         message = f"{path}: lending.jobs names {', '.join(unknown)}, for which there is no token; add [[tokens]]"
         raise ConfigError(message)
     print(f"{path}: {len(config.devices)} devices, {len(config.tokens)} tokens, at {config.listen}")  # noqa: T201
-    _tell_missing(config, sys.stdout)
+    _tell_lacking(config, sys.stdout)
 
 
-def _tell_missing(config: LenderConfig, out: TextIO) -> None:
+def _tell_lacking(config: LenderConfig, out: TextIO) -> None:
+    """Tell of what is no mistake, and will be missed."""
+    if config.tokens and not any(token.access.value == "control" for token in config.tokens):
+        print(
+            'no token has access "control": without one nobody can throw a kill switch while the lender runs', file=out
+        )
     missing = sorted(name for name, device in config.devices.items() if not device.ledger.exists())
     if missing:
         print(f"not lent before their executors make their ledgers: {', '.join(missing)}", file=out)
@@ -174,7 +183,7 @@ async def _serve(config: LenderConfig, stopped: threading.Event) -> None:
     async with serve_lender(config) as url:
         sys.stdout.write(json.dumps({"url": url, "pid": os.getpid(), "num_devices": len(config.devices)}) + "\n")
         sys.stdout.flush()
-        _tell_missing(config, sys.stderr)
+        _tell_lacking(config, sys.stderr)
         while not stopped.is_set():  # noqa: ASYNC110 - a signal sets it
             await asyncio.sleep(_POLL_S)
 
@@ -216,6 +225,7 @@ def _act(config: LenderConfig, arguments: argparse.Namespace) -> None:
     elif arguments.model is not None:
         switch = Switch(SwitchKind.MODEL, arguments.model)
         _warn_of_unknown(config, arguments.model)
+    arguments.reason = arguments.reason.encode(errors="backslashreplace").decode()  # of a shell in another encoding
     body: dict[str, Any] = {"reason": arguments.reason}
     path = "/v1/switch"
     if arguments.action == "revoke":
@@ -271,7 +281,7 @@ def _done_without(
     config: LenderConfig, arguments: argparse.Namespace, switch: Switch, error: TransportError
 ) -> dict[str, Any]:
     """Do it while no lender runs; one that runs and does not answer keeps the lock, and is told of. Answers as the service does."""
-    from rose.hosts.http.lender_config import open_lender  # noqa: PLC0415 - loads aiohttp
+    from rose.hosts.http.lender_config import NO_LEDGER, open_lender  # noqa: PLC0415 - loads aiohttp
 
     who, reason = "serving, without a running lender", arguments.reason
     changed: Sequence[Lease] = ()
@@ -288,9 +298,13 @@ def _done_without(
                 device_id = None if arguments.device is None else DeviceId(arguments.device)
                 changed = lender.revoke(device_id, grace_s=arguments.grace, who=who, reason=reason)
             mode, switches = lender.mode, sorted(lender.switches, key=str)
+            problems = {name: ledger.problem for name, ledger in opened.ledgers.items()}
     except ConfigError as locked:
         message = f"{error}\n{locked}"
         raise ConfigError(message) from error
+    for name, problem in problems.items():
+        if problem not in ("", NO_LEDGER):
+            sys.stderr.write(f"warning: {name}: its ledger could not be told: {problem}\n")
     if not arguments.json:
         print("no lender runs; done in the state file and the ledgers")  # noqa: T201 - this is the command line
     if arguments.action == "mode":
@@ -333,8 +347,10 @@ def _show(answer: Mapping[str, Any], action: str, *, is_json: bool) -> None:
 
 
 def _state(row: Mapping[str, Any]) -> str:
+    from rose.hosts.http.lender_config import NO_LEDGER  # noqa: PLC0415 - loads aiohttp
+
     reason: str = row["closed_because"]
-    if not row["has_ledger"] and reason != "no ledger":
+    if not row["has_ledger"] and reason != NO_LEDGER:
         return _UNUSABLE
     return f"closed: {reason}" if reason else "free"
 

@@ -109,11 +109,10 @@ class _Report:
 
     def tell(self, executor: Executor) -> None:
         """Write that all is up, and where."""
-        engine = executor.supervisor.engine()
         if self._is_json:
-            self._write({"event": "ready", "url": executor.url, "engine_id": engine.engine_id})
+            self._write({"event": "ready", "url": executor.url, "engine_id": executor.engine_id})
         else:
-            self.say(f"ready: rollout engine {engine.engine_id} at {executor.url}")
+            self.say(f"ready: rollout engine {executor.engine_id} at {executor.url}")
 
     def check(self, config: ExecutorConfig) -> None:
         """Write what a configuration means."""

@@ -4,14 +4,15 @@ Invariants:
 
 * Every change is one transaction with its audit entries: all of it is there after a crash, or nothing.
 * Grants, ends and switches are on disk when ``commit`` returns; a renewal survives the process, and after a loss of power leases end anyway.
-* One lender a file: a lock is held from opening to closing, and lost with the process, however that ends.
+* One lender a file, whatever names it has: a lock is held from opening to closing, and lost with the process, however that ends.
 * Times of leases are of the monotonic clock of one boot. Leases of another boot are over; tokens and switches are not.
+* Any text can be kept: what is no Unicode, as in words of a shell in another encoding, is kept as escapes.
 * Audit entries cannot be changed or deleted: triggers refuse it. What leases came to is summed as their ends are entered.
 """
 
 from __future__ import annotations
 
-import fcntl
+import contextlib
 import os
 import sqlite3
 from collections.abc import Iterator, Sequence
@@ -22,6 +23,7 @@ import attrs
 
 from rose.coserving.lease_store import DeviceRecord, SavedState, Switch, SwitchKind
 from rose.coserving.lender_audit import Counters, Entry
+from rose.coserving.locks import lock_file
 from rose.errors import ConfigError, LedgerError
 from rose.policies.admission import Mode
 from rose.policies.lending import Lease
@@ -64,7 +66,7 @@ class SqliteStore:
         """Open or make the file, and lock it.
 
         Args:
-            path: Of the file; beside it come ``PATH.lock`` and SQLite's own two.
+            path: Of the file; beside it (where a link leads) come ``PATH.lock`` and SQLite's own two.
             boot_id: Names the boot whose monotonic clock the times are of; the machine's own unless given.
 
         Raises:
@@ -72,7 +74,7 @@ class SqliteStore:
         """
         self.path = Path(path)
         self.boot_id = read_boot_id() if boot_id is None else boot_id
-        self._lock = lock_file(Path(f"{self.path}.lock"), f"the lender state {self.path}")
+        self._lock = lock_file(Path(f"{self.path.resolve()}.lock"), f"the lender state {self.path}")
         self._is_urgent: bool | None = None
         try:
             _make_private(self.path)
@@ -96,17 +98,22 @@ class SqliteStore:
             raise
 
     def load(self) -> SavedState:
-        """Return what was kept."""
-        facts = dict(self._database.execute("SELECT name, value FROM facts"))
-        rows = self._database.execute(_GET_DEVICES)
-        devices = {record.device_id: record for record in map(_record, rows)}
-        switches = self._database.execute("SELECT kind, name FROM switches")
-        return SavedState(
-            devices=devices,
-            switches=frozenset(Switch(SwitchKind(kind), name) for kind, name in switches),
-            mode=Mode(facts["mode"]) if "mode" in facts else None,
-            is_same_boot=facts.get("boot_id", self.boot_id) == self.boot_id,
-        )
+        """Return what was kept.
+
+        Raises:
+            ConfigError: The file is damaged.
+        """
+        with _readable(self.path):
+            facts = dict(self._database.execute("SELECT name, value FROM facts"))
+            rows = self._database.execute(_GET_DEVICES)
+            devices = {record.device_id: record for record in map(_record, rows)}
+            switches = self._database.execute("SELECT kind, name FROM switches").fetchall()
+            return SavedState(
+                devices=devices,
+                switches=frozenset(Switch(SwitchKind(kind), name) for kind, name in switches),
+                mode=Mode(facts["mode"]) if "mode" in facts else None,
+                is_same_boot=facts.get("boot_id", self.boot_id) == self.boot_id,
+            )
 
     def commit(
         self,
@@ -132,7 +139,7 @@ class SqliteStore:
             self._database.executemany(_PUT_ENTRY, [_entry_row(entry, self.boot_id) for entry in entries])
             if switches is not None:
                 run("DELETE FROM switches")
-                rows = [(switch.kind.value, switch.name) for switch in switches]
+                rows = [(switch.kind.value, _storable(switch.name)) for switch in switches]
                 self._database.executemany("INSERT INTO switches VALUES (?, ?)", rows)
             if mode is not None:
                 run("INSERT OR REPLACE INTO facts VALUES ('mode', ?)", (mode.value,))
@@ -140,18 +147,20 @@ class SqliteStore:
                 run("INSERT OR REPLACE INTO facts VALUES ('boot_id', ?)", (self.boot_id,))
             run("COMMIT")
         except sqlite3.Error as error:
-            if self._database.in_transaction:
-                run("ROLLBACK")
             message = f"the lender state {self.path} cannot be written: {error}; make room, then try again"
             raise LedgerError(message) from error
+        finally:
+            if self._database.in_transaction:  # whatever went wrong, the next change begins anew
+                with contextlib.suppress(sqlite3.Error):
+                    run("ROLLBACK")
 
     def entries(self, after: int = 0, limit: int = -1) -> Iterator[Entry]:
         """Give the audit entries with numbers above ``after``, oldest first, at most ``limit`` of them."""
-        return _entries(self._database, after, limit)
+        return _entries(self._database, self.path, after, limit)
 
     def totals(self) -> list[dict[str, Any]]:
         """Return what the leases that ended came to, one row a tenant and job."""
-        return _totals(self._database)
+        return _totals(self._database, self.path)
 
     def close(self) -> None:
         """Close the file and let other lenders have it. Idempotent."""
@@ -178,18 +187,19 @@ class AuditReader:
         Raises:
             ConfigError: There is none, or it is of another kind.
         """
-        self._database = _open(Path(path), "ro")
-        if _version(self._database, Path(path)) == 0:
+        self.path = Path(path)
+        self._database = _open(self.path, "ro")
+        if _version(self._database, self.path) == 0:
             message = f"{path} is no lender's state: it is empty"
             raise ConfigError(message)
 
     def entries(self, after: int = 0, limit: int = -1) -> Iterator[Entry]:
         """Give the entries with numbers above ``after``, oldest first, at most ``limit`` of them."""
-        return _entries(self._database, after, limit)
+        return _entries(self._database, self.path, after, limit)
 
     def totals(self) -> list[dict[str, Any]]:
         """Return what the leases that ended came to, one row a tenant and job."""
-        return _totals(self._database)
+        return _totals(self._database, self.path)
 
     def __enter__(self) -> Self:
         """Return the reader."""
@@ -206,26 +216,6 @@ def read_boot_id() -> str:
         return _BOOT_ID.read_text().strip()
     except OSError:
         return ""
-
-
-def lock_file(path: Path, what: str) -> int:
-    """Lock a file, made if missing, until the returned descriptor is closed or the process ends.
-
-    Raises:
-        ConfigError: Another process has the lock, or the file cannot be opened.
-    """
-    try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        message = f"cannot open {path}: {error.strerror}; choose a folder that exists and that you may write to"
-        raise ConfigError(message) from error
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        os.close(descriptor)
-        message = f"another lender uses {what}; end it first (its lock is {path})"
-        raise ConfigError(message) from error
-    return descriptor
 
 
 def _make_private(path: Path) -> None:
@@ -265,6 +255,21 @@ def _unusable(path: Path, error: sqlite3.Error | OSError) -> ConfigError:
     return ConfigError(f"cannot use {path} as a lender's state: {error}; name a file of its own that can be written")
 
 
+@contextlib.contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    """Name the file in what goes wrong while its tables are read: bytes that SQLite or this program cannot make sense of."""
+    try:
+        yield
+    except (sqlite3.Error, ValueError) as error:
+        message = f"the lender's state {path} is damaged: {error}; put a copy of it back, or name another file"
+        raise ConfigError(message) from error
+
+
+def _storable(value: Any) -> Any:
+    """Return what SQLite can keep: text that is no Unicode is escaped, not refused, since an end of a lease has to be kept."""
+    return value.encode(errors="backslashreplace").decode() if isinstance(value, str) else value
+
+
 def _names(names: Sequence[str]) -> str:
     return ", ".join(names)
 
@@ -280,7 +285,8 @@ _PUT_ENTRY = f"INSERT INTO audit ({_names((*_ENTRY, *_USED))}) VALUES ({_names('
 def _device_row(record: DeviceRecord) -> tuple[Any, ...]:
     lease = record.lease
     values = (None,) * len(_LEASE) if lease is None else tuple(getattr(lease, name) for name in _LEASE)
-    return (record.device_id, record.last_token, *values, *(getattr(record.start, name) for name in _COUNTERS))
+    row = (record.device_id, record.last_token, *values, *(getattr(record.start, name) for name in _COUNTERS))
+    return tuple(map(_storable, row))
 
 
 def _record(row: tuple[Any, ...]) -> DeviceRecord:
@@ -304,18 +310,21 @@ def _record(row: tuple[Any, ...]) -> DeviceRecord:
 
 def _entry_row(entry: Entry, boot_id: str) -> tuple[Any, ...]:
     entry = attrs.evolve(entry, boot_id=boot_id)
-    return (*(getattr(entry, name) for name in _ENTRY), *(getattr(entry.used, name) for name in _USED))
+    row = (*(getattr(entry, name) for name in _ENTRY), *(getattr(entry.used, name) for name in _USED))
+    return tuple(map(_storable, row))
 
 
-def _entries(database: sqlite3.Connection, after: int, limit: int) -> Iterator[Entry]:
+def _entries(database: sqlite3.Connection, path: Path, after: int, limit: int) -> Iterator[Entry]:
     query = f"SELECT seq, {_names((*_ENTRY, *_USED))} FROM audit WHERE seq > ? ORDER BY seq LIMIT ?"  # noqa: S608
-    for seq, *values in database.execute(query, (after, limit)):
-        fields = dict(zip(_ENTRY, values[: len(_ENTRY)], strict=True))
-        used = dict(zip(_USED, values[len(_ENTRY) :], strict=True))
-        yield Entry(seq=seq, used=Counters(**used), **fields)
+    with _readable(path):
+        for seq, *values in database.execute(query, (after, limit)):
+            fields = dict(zip(_ENTRY, values[: len(_ENTRY)], strict=True))
+            used = dict(zip(_USED, values[len(_ENTRY) :], strict=True))
+            yield Entry(seq=seq, used=Counters(**used), **fields)
 
 
-def _totals(database: sqlite3.Connection) -> list[dict[str, Any]]:
-    cursor = database.execute("SELECT * FROM totals ORDER BY tenant, job")
-    names = [column[0] for column in cursor.description]
-    return [dict(zip(names, row, strict=True)) for row in cursor]
+def _totals(database: sqlite3.Connection, path: Path) -> list[dict[str, Any]]:
+    with _readable(path):
+        cursor = database.execute("SELECT * FROM totals ORDER BY tenant, job")
+        names = [column[0] for column in cursor.description]
+        return [dict(zip(names, row, strict=True)) for row in cursor]

@@ -10,15 +10,19 @@ Invariants:
 
 Life cycle:
 
-1. [LENDER] ``Ledger.create`` writes the header and empty sections; no lease.
+1. [EXECUTOR] ``Ledger.attach_or_create`` puts a file with a header and empty sections there, in one piece; no lease.
 2. [ENGINES] ``Ledger.attach``; each publishes its own section after every step.
 3. [LENDER] ``publish_budget`` grants, renews, revokes; the rollout engine reads it before every step.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
+import secrets
 import struct
+from collections.abc import Callable
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -30,7 +34,7 @@ from rose.errors import LedgerError
 from rose.policies.admission import Budget, Mode, ServingState
 
 _MAGIC = b"ROSELEDG"
-_VERSION = 2
+_VERSION = 3
 _HEADER = struct.Struct("<8sII")
 _NUM_SECTIONS = 7
 _NUM_BYTES = _NUM_SECTIONS * SECTION_BYTES
@@ -136,11 +140,14 @@ def _check_kind(path: Path) -> None:
     """Refuse what is a file of somebody else.
 
     Raises:
-        LedgerError: It is a folder, or begins as no ledger does.
+        LedgerError: There is none, it is a folder, or it begins as no ledger does.
     """
     try:
         with path.open("rb") as file:
             found = file.read(len(_MAGIC))
+    except FileNotFoundError as error:
+        message = f"there is no ledger {path}; the executor of the device (rose serve) makes it"
+        raise LedgerError(message) from error
     except IsADirectoryError as error:
         message = f"{path} is no ROSE ledger but a folder; name the file"
         raise LedgerError(message) from error
@@ -174,7 +181,7 @@ class Ledger:
         self._pulse = self._section(2, "<d", "pulse")
         self._serving = self._section(3, "<qqq7d", "serving")
         self._rollout = self._section(4, "<ddqqddqdddqqqq", "rollout")
-        self._budget = self._section(5, "<qdqd?", "budget")
+        self._budget = self._section(5, "<qdqd?q", "budget")
         self._usage = self._section(6, "<6d4q2dqq", "usage")
 
     def _section(self, index: int, layout: str, name: str) -> Section:
@@ -193,20 +200,48 @@ class Ledger:
     def create(cls, path: Path | str) -> Ledger:
         """Make a new ledger, replacing an older file, with no lease and a serving engine that never spoke.
 
+        It is whole from the moment on at which it is at ``path``.
+
         Raises:
             LedgerError: The file cannot be made.
         """
-        memory = map_file(path, _NUM_BYTES, is_new=True)
-        _HEADER.pack_into(memory, 0, _MAGIC, _VERSION, _NUM_BYTES)
-        memory.close()
-        ledger = cls(path)
-        ledger.publish_arrivals(ArrivalState())
-        ledger.beat(-math.inf)
-        ledger.publish_serving(IDLE_SERVING)
-        ledger.publish_rollout(RolloutState())
-        ledger.publish_budget(Budget())
-        ledger.publish_usage(UsageState())
-        return ledger
+        cls._make(path, os.replace)
+        return cls(path)
+
+    @classmethod
+    def attach_or_create(cls, path: Path | str) -> Ledger:
+        """Open the ledger, or make one where there is no file; of several that make one at a time all have the same.
+
+        Raises:
+            LedgerError: What is there is no ledger or one of another version, or the file cannot be made.
+        """
+        if not Path(path).exists():
+            with contextlib.suppress(FileExistsError):
+                cls._make(path, os.link)
+        return cls(path)
+
+    @classmethod
+    def _make(cls, path: Path | str, place: Callable[[Path, Path | str], None]) -> None:
+        """Write a ledger beside ``path`` and put it there."""
+        made = Path(f"{path}.{secrets.token_hex(4)}.new")
+        try:
+            with map_file(made, _NUM_BYTES, is_new=True) as memory:
+                _HEADER.pack_into(memory, 0, _MAGIC, _VERSION, _NUM_BYTES)
+            ledger = cls(made)
+            ledger.publish_arrivals(ArrivalState())
+            ledger.beat(-math.inf)
+            ledger.publish_serving(IDLE_SERVING)
+            ledger.publish_rollout(RolloutState())
+            ledger.publish_budget(Budget())
+            ledger.publish_usage(UsageState())
+            place(made, path)
+        except FileExistsError:
+            raise
+        except OSError as error:
+            message = f"cannot create ledger {path}: {error.strerror}; name a file that you may read and write"
+            raise LedgerError(message) from error
+        finally:
+            made.unlink(missing_ok=True)
 
     def publish_arrivals(self, state: ArrivalState) -> None:
         """[SERVING, input thread] Note that a prompt came, before the step loop knows of it."""
@@ -247,6 +282,7 @@ class Ledger:
             budget.fencing_token,
             budget.expires_s,
             budget.is_granted,
+            budget.holder,
         )
 
     def arrivals(self) -> ArrivalState:
@@ -282,13 +318,14 @@ class Ledger:
 
     def budget(self) -> Budget:
         """Read what the lender allows."""
-        mode, cap, token, expires_s, is_granted = self._budget.read()
+        mode, cap, token, expires_s, is_granted, holder = self._budget.read()
         return Budget(
             mode=_MODES[int(mode)],
             kv_cap_bytes=cap,
             fencing_token=int(token),
             expires_s=expires_s,
             is_granted=bool(is_granted),
+            holder=int(holder),
         )
 
     def as_dict(self) -> dict[str, Any]:

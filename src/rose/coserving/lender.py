@@ -27,7 +27,7 @@ import attrs
 
 from rose.coserving import lender_devices
 from rose.coserving.lease_store import DeviceRecord, LeaseStore, SavedState, Switch, SwitchKind
-from rose.coserving.lender_audit import Entry, LeaseChange
+from rose.coserving.lender_audit import Entry, LeaseChange, LeaseEvent
 from rose.coserving.lender_books import LENDER, LenderBooks
 from rose.coserving.lender_devices import DeviceTerms, LenderLedger, LentDevice, kv_use_fraction, resume, token_in
 from rose.coserving.lender_queue import WaitingJobs
@@ -38,14 +38,6 @@ from rose.policies.lending import Ask, DeviceUse, Lease, LendingConfig, plan_exp
 from rose.types import DeviceId, JobId, LeaseId
 
 __all__ = ["DeviceTerms", "LeaseChange", "LeaseEvent", "Lender", "LenderLedger", "Switch", "SwitchKind"]
-
-
-@attrs.frozen
-class LeaseEvent:
-    """One change of one lease, told to listeners in order."""
-
-    change: LeaseChange
-    lease: Lease
 
 
 Listener = Callable[[LeaseEvent], None]
@@ -237,13 +229,18 @@ class Lender:
         """Change how much is lent, at once, on all devices.
 
         Raises:
-            LedgerError: It is changed, but a restart would not know.
+            LedgerError: It cannot be kept. A mode that lends less is in force all the same, until a restart; one that lends more is not.
         """
         with self._lock:
+            entries = [self._books.entry("mode", who, reason=mode.value)]
+            lends_more = mode.lends_more_than(self._mode)
+            if lends_more:
+                self._books.commit(entries=entries, mode=mode)
             self._mode = mode
             for device in self._devices.values():
                 self._publish(device)
-            self._books.commit(entries=[self._books.entry("mode", who, reason=mode.value)], mode=mode)
+            if not lends_more:
+                self._books.commit(entries=entries, mode=mode)
 
     def revoke(
         self, device_id: DeviceId | None = None, *, grace_s: float = 0.0, who: str = "", reason: str = ""

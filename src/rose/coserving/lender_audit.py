@@ -27,6 +27,14 @@ class LeaseChange(enum.Enum):
     RELEASED = "released"
 
 
+@attrs.frozen
+class LeaseEvent:
+    """One change of one lease, told to a lender's listeners in order."""
+
+    change: LeaseChange
+    lease: Lease
+
+
 ENDS = frozenset({LeaseChange.REVOKED, LeaseChange.EXPIRED, LeaseChange.RELEASED})
 
 

@@ -12,7 +12,7 @@ from rose.coserving.lease_store import DeviceRecord, SavedState, Switch, SwitchK
 from rose.coserving.lender_audit import Counters, LeaseChange, read_counters
 from rose.errors import LedgerError
 from rose.policies.admission import Budget, Mode, ServingState
-from rose.policies.lending import DeviceUse, Lease, LendingConfig
+from rose.policies.lending import DeviceUse, Lease, LendingConfig, job_key
 from rose.types import DeviceId
 
 
@@ -96,6 +96,7 @@ class LentDevice:
             fencing_token=self.last_token,
             expires_s=0.0 if lease is None else lease.expires_s,
             is_granted=lease is not None,
+            holder=0 if lease is None else job_key(lease.job),
         )
 
     def is_concerned(self, switch: Switch) -> bool:

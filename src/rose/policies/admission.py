@@ -43,6 +43,13 @@ class Mode(enum.Enum):
     UNGATED = "ungated"  # first come, first served: the base line
     CLOSED = "closed"  # no rollout step
 
+    def lends_more_than(self, other: Mode) -> bool:
+        """Return whether it may let a step start that ``other`` holds."""
+        return _BY_LENT.index(self) > _BY_LENT.index(other)
+
+
+_BY_LENT = (Mode.CLOSED, Mode.STRICT, Mode.QUIET, Mode.SLO, Mode.PAPER, Mode.UNGATED)
+
 
 @attrs.frozen(kw_only=True)
 class Slo:
@@ -171,7 +178,8 @@ class ServingState:
 class Budget:
     """What the lender allows on one device.
 
-    ``fencing_token`` grows with every lease of the device; ``expires_s`` may be ``inf``.
+    ``fencing_token`` grows with every lease of the device; ``expires_s`` may be ``inf``. ``holder`` is the key of the job that holds the
+    lease (``rose.policies.lending.job_key``), 0 where it is no job's in particular.
     """
 
     mode: Mode = Mode.SLO
@@ -179,6 +187,7 @@ class Budget:
     fencing_token: int = 0
     expires_s: float = 0.0
     is_granted: bool = False
+    holder: int = 0
 
 
 class HoldReason(enum.Enum):

@@ -10,6 +10,7 @@ too, which so goes round, or one more than its share until it has caught up. Nob
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import math
 from collections import Counter, defaultdict
@@ -33,7 +34,7 @@ class JobTerms:
     """
 
     tenant: str | None = None
-    weight: float = attrs.field(default=1.0, validator=v.gt(0))
+    weight: float = attrs.field(default=1.0, validator=checks.number(above=0))
     quota: int | None = attrs.field(default=None, validator=v.optional(v.ge(0)))
 
 
@@ -117,6 +118,12 @@ class Lease:
     granted_s: float = 0.0
     model: str | None = None
     is_revoking: bool = False
+
+
+def job_key(job: JobId) -> int:
+    """Return a positive number of 63 bits that stands for a job where there is no room for its name."""
+    digest = hashlib.sha256(job.encode(errors="backslashreplace")).digest()
+    return int.from_bytes(digest[:8]) >> 1 | 1
 
 
 @attrs.frozen(kw_only=True)

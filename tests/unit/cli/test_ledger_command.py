@@ -36,6 +36,7 @@ def test_programs_read_json_without_infinities(ledger: Ledger, capsys: pytest.Ca
         "fencing_token": 7,
         "expires_s": 12.5,
         "is_granted": True,
+        "holder": 0,
     }
     assert set(document) == {"path", "version", "arrivals", "serving", "usage", "rollout", "budget"}
 
@@ -56,7 +57,7 @@ def test_other_files_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[s
         (other, "is no ROSE ledger;"),
         (short, "is no ROSE ledger;"),
         (tmp_path, "is no ROSE ledger but a folder"),
-        (tmp_path / "none", "cannot open"),
+        (tmp_path / "none", "there is no ledger"),
     ):
         assert main(["ledger", "show", str(path)]) == EXIT_USER_ERROR
         said = capsys.readouterr().err

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import time
 from pathlib import Path
 
@@ -38,6 +39,12 @@ def test_check_says_what_would_be_lent(config: Path, capsys: pytest.CaptureFixtu
     said = capsys.readouterr().out
     assert "2 devices, 0 tokens, at 127.0.0.1:1" in said
     assert "make their ledgers: gpu1" in said
+    assert "control" not in said
+    for access, is_told in (("job", True), ("control", False)):
+        text = config.read_text().split("[[tokens]]")[0]
+        config.write_text(f'{text}[[tokens]]\nname = "a"\nsha256 = "{DIGEST}"\naccess = "{access}"\n')
+        assert main(["lend", str(config), "--check"]) == 0
+        assert ('no token has access "control"' in capsys.readouterr().out) is is_told
 
 
 @pytest.mark.parametrize(
@@ -63,6 +70,9 @@ def test_check_says_what_would_be_lent(config: Path, capsys: pytest.CaptureFixtu
             ("--check",),
             "lending.jobs names b, for which there is no token",
         ),
+        ("[lending.jobs.x]\nweight = inf\n", ("--check",), "weight must be a finite number > 0, got inf"),
+        ("", ("kill", "--audit"), "--audit does nothing but look, so kill would not be done"),
+        ("", ("kill", "--check"), "--check does nothing but look, so kill would not be done"),
         ("", ("kill", "--device", "gpu9"), "--device gpu9: known are gpu0, gpu1"),
         ("", ("kill", "--device", "gpu0", "--model", "m"), "exclude each other"),
         ("", ("allow", "--grace", "3"), "--grace say nothing with allow"),
@@ -111,6 +121,54 @@ def test_the_kill_switch_works_without_a_lender_and_the_audit_shows_it(
     audit = json.loads(capsys.readouterr().out)
     assert (audit["problems"], audit["totals"][0]["job"]) == ([], "job")
     assert {"granted", "switch_thrown", "revoked"} <= {entry["change"] for entry in audit["entries"]}
+
+
+def test_a_device_under_two_names_is_refused(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "other.ledger").symlink_to(tmp_path / "gpu0.ledger")
+    config.write_text(config.read_text().replace("gpu1.ledger", "other.ledger"))
+    assert main(["lend", str(config), "--check"]) == 2
+    assert "devices: gpu0 and gpu1 have one ledger" in capsys.readouterr().err
+
+
+def test_a_ledger_has_one_lender_whatever_its_state_and_name(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from rose import config as configuration  # noqa: PLC0415
+
+    gpu0, ledger = DeviceId("gpu0"), Ledger.attach(tmp_path / "gpu0.ledger")
+    os.link(tmp_path / "gpu0.ledger", tmp_path / "same.ledger")
+    other = tmp_path / "other.toml"
+    other.write_text(config.read_text().replace("/state", "/state2").replace("gpu0.ledger", "same.ledger"))
+    with open_lender(configuration.load(LenderConfig, other)) as second:
+        with open_lender(configuration.load(LenderConfig, config)) as first:
+            assert [first.ledgers[gpu0].is_there, second.ledgers[gpu0].is_there] == [False, True]
+            assert "another lender lends by ledger" in first.ledgers[gpu0].problem
+            assert [len(each.lender.grant(JobId("job"), 1)) for each in (first, second)] == [0, 1]
+            assert ledger.budget() == Ledger.attach(tmp_path / "same.ledger").budget()
+        assert main(["lend", str(config), "kill"]) == 0
+        assert "warning: gpu0: its ledger could not be told: another lender" in capsys.readouterr().err
+        assert ledger.budget().is_granted
+    with open_lender(configuration.load(LenderConfig, config)) as first:
+        assert first.ledgers[gpu0].is_there
+        assert not ledger.budget().is_granted
+
+
+def test_a_reason_in_another_encoding_is_kept_as_escapes(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["lend", str(config), "kill", "--reason", "St\udcf6rung"]) == 0
+    capsys.readouterr()
+    assert main(["lend", str(config), "--audit", "--json"]) == 0
+    entries = json.loads(capsys.readouterr().out)["entries"]
+    assert next(each["reason"] for each in entries if each["change"] == "switch_thrown") == r"all: St\udcf6rung"
+
+
+def test_a_damaged_state_is_named(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["lend", str(config), "kill"]) == 0
+    state = tmp_path / "state"
+    whole = state.read_bytes()
+    state.write_bytes(whole[:4096] + b"\xff" * (len(whole) - 4096))
+    for action in ("kill", "--audit"):
+        assert main(["lend", str(config), action]) == 2
+        assert f"the lender's state {state} is damaged" in capsys.readouterr().err
 
 
 def test_all_actions_work_without_a_lender(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -172,5 +230,5 @@ def test_why_a_device_is_closed(config: Path, tmp_path: Path, caplog: pytest.Log
         (tmp_path / "gpu1.ledger").write_bytes(b"ROSELEDG" + bytes(8192))
         for _ in range(4):
             opened.follow()
-        assert "is no ROSE ledger of version 2 but of version 0" in opened.ledgers[gpu1].problem
+        assert "is no ROSE ledger of version 3 but of version 0" in opened.ledgers[gpu1].problem
     assert [record.getMessage().split(":")[0] for record in caplog.records] == ["not lent"]

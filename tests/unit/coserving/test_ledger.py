@@ -12,7 +12,7 @@ from pathlib import Path
 import attrs
 import pytest
 
-from rose.coserving.ledger import IDLE_SERVING, ArrivalState, Ledger, RolloutState
+from rose.coserving.ledger import IDLE_SERVING, ArrivalState, Ledger, RolloutState, UsageState
 from rose.coserving.shared_page import SECTION_BYTES, Section, map_file
 from rose.errors import LedgerError
 from rose.policies.admission import Budget, Mode
@@ -52,7 +52,9 @@ def test_every_section_reads_back_in_another_handle(tmp_path: Path) -> None:
     )
     writer.publish_rollout(rollout)
     assert reader.rollout() == rollout
-    budget = Budget(mode=Mode.QUIET, kv_cap_bytes=3e9, fencing_token=2**40, expires_s=9.0, is_granted=True)
+    budget = Budget(
+        mode=Mode.QUIET, kv_cap_bytes=3e9, fencing_token=2**40, expires_s=9.0, is_granted=True, holder=2**62
+    )
     writer.publish_budget(budget)
     assert reader.budget() == budget
 
@@ -63,8 +65,50 @@ def test_a_new_ledger_allows_nothing_and_knows_no_serving(tmp_path: Path) -> Non
     assert ledger.serving().heartbeat_s == -math.inf
 
 
+def test_a_ledger_is_whole_from_the_moment_that_it_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also when its maker dies half-way: then there is none, and the next executor makes one."""
+
+    def die(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    for make in (Ledger.create, Ledger.attach_or_create):
+        with monkeypatch.context() as patch:
+            patch.setattr(Ledger, "publish_rollout", die)
+            with pytest.raises(KeyboardInterrupt):
+                make(tmp_path / "l")
+        assert not (tmp_path / "l").exists()
+    assert not Ledger.attach_or_create(tmp_path / "l").budget().is_granted
+    assert list(tmp_path.iterdir()) == [tmp_path / "l"]
+
+
+def test_of_two_that_make_a_ledger_at_a_time_both_have_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    others: list[Ledger] = []
+
+    def publish_usage(self: Ledger, _: object) -> None:
+        monkeypatch.undo()
+        self.publish_usage(UsageState())
+        others.append(Ledger.attach_or_create(tmp_path / "l"))  # overtakes
+
+    monkeypatch.setattr(Ledger, "publish_usage", publish_usage)
+    late = Ledger.attach_or_create(tmp_path / "l")
+    others[0].publish_budget(Budget(fencing_token=5))
+    assert late.budget().fencing_token == 5
+    Ledger.attach_or_create(tmp_path / "l").publish_budget(Budget(fencing_token=6))
+    assert late.budget().fencing_token == 6
+
+
+def test_a_ledger_that_cannot_be_made_is_said(tmp_path: Path) -> None:
+    for make in (Ledger.create, Ledger.attach_or_create):
+        with pytest.raises(LedgerError, match="cannot create"):
+            make(tmp_path / "no folder" / "l")
+    with pytest.raises(LedgerError, match=r"cannot create ledger .*Is a directory; name a file"):
+        Ledger.create(tmp_path)
+
+
 def test_what_is_no_ledger_is_refused_with_its_name(tmp_path: Path) -> None:
-    with pytest.raises(LedgerError, match=r"missing.*create it first"):
+    with pytest.raises(LedgerError, match=r"no ledger .*missing; the executor"):
         Ledger.attach(tmp_path / "missing")
     (tmp_path / "short").write_bytes(b"x")
     with pytest.raises(LedgerError, match="is no ROSE ledger;"):

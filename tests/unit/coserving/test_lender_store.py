@@ -18,7 +18,7 @@ from rose.coserving.lender import Lender, Switch, SwitchKind
 from rose.coserving.lender_audit import Entry, check_audit
 from rose.errors import ConfigError, LeaseError, LedgerError
 from rose.policies.admission import Mode, check_lease
-from rose.policies.lending import JobTerms, LendingConfig
+from rose.policies.lending import Ask, JobTerms, LendingConfig, job_key
 from rose.testing import ManualClock
 from rose.types import DeviceId, JobId
 
@@ -143,6 +143,35 @@ def test_a_grant_that_is_not_kept_is_none(failing: Site) -> None:
     assert not any(ledger.budget().is_granted for ledger in failing.ledgers.values())
 
 
+def test_the_ledger_says_whose_the_lease_is(site: Site) -> None:
+    of_a, of_b = site.lender.grant_all([Ask(job=A, num_devices=1), Ask(job=B, num_devices=1)])
+    holders = {lease.device_id: site.ledgers[lease.device_id].budget().holder for lease in (of_a, of_b)}
+    assert holders == {of_a.device_id: job_key(A), of_b.device_id: job_key(B)}
+    assert len({0, *holders.values()}) == 3
+    site.restart()
+    assert site.ledgers[of_a.device_id].budget().holder == job_key(A)
+    site.lender.release([of_a.lease_id])
+    assert site.ledgers[of_a.device_id].budget().holder == 0
+
+
+def test_text_that_is_no_unicode_stops_nobody(site: Site) -> None:
+    (lease,) = site.lender.grant(JobId("\udcff"), 1, model="\ud800")
+    site.lender.stop(Switch(SwitchKind.MODEL, "\ud800"), who="serving \udcff", reason="\udcff")
+    site.lender.grant(A, 6)
+    with AuditReader(site.root / "state") as reader:
+        (ended,) = (entry for entry in reader.entries() if entry.change == "revoked")
+    assert (ended.job, ended.lease_id) == (r"\udcff", lease.lease_id)
+    assert site.problems() == []
+
+
+def test_a_change_that_fails_for_any_reason_leaves_the_next_one_alone(site: Site) -> None:
+    unfit = Entry(change="mode", who="", at_s=0.0, wall_s=0.0, fencing_token=1 << 70)
+    with pytest.raises(OverflowError):
+        site.store.commit([], [unfit])
+    assert len(site.lender.grant(A, 1)) == 1
+    assert site.problems() == []
+
+
 def test_a_crash_between_keeping_and_writing_is_repaired_at_the_next_start(failing: Site) -> None:
     failing.store.fails_after = True
     with pytest.raises(LedgerError, match="killed"):
@@ -177,6 +206,18 @@ def test_what_could_not_be_kept_is_kept_with_the_next_change(failing: Site) -> N
     assert failing.problems() == []
     failing.restart()
     assert failing.lender.switches == {Switch(SwitchKind.DEVICE, "d0")}
+
+
+def test_a_mode_that_cannot_be_kept_lends_no_more_than_before(failing: Site) -> None:
+    for mode, in_force in ((Mode.UNGATED, Mode.SLO), (Mode.QUIET, Mode.QUIET), (Mode.SLO, Mode.QUIET)):
+        failing.store.fails_before = True
+        with pytest.raises(LedgerError, match="disk full"):
+            failing.lender.set_mode(mode)
+        assert {failing.lender.mode, *(ledger.budget().mode for ledger in failing.ledgers.values())} == {in_force}
+    failing.store.fails_before = False
+    failing.lender.set_mode(Mode.PAPER)
+    failing.restart()
+    assert failing.lender.mode is Mode.PAPER
 
 
 def test_switches_stay_thrown_over_restarts_until_they_are_lifted(site: Site) -> None:
@@ -259,8 +300,10 @@ def test_grants_and_ends_wait_for_the_disk_and_renewals_do_not(site: Site) -> No
 
 
 def test_one_lender_a_state_and_only_a_lenders_state(site: Site, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="another lender uses the lender state"):
-        SqliteStore(site.root / "state")
+    (site.root / "link").symlink_to(site.root / "state")
+    for name in ("state", "link"):
+        with pytest.raises(ConfigError, match="another lender uses the lender state"):
+            SqliteStore(site.root / name)
     assert {path.stat().st_mode & 0o777 for path in site.root.glob("state*")} == {0o600}
     (tmp_path / "text").write_text("this is no database, and long enough to be told from one" * 20)
     with pytest.raises(ConfigError, match=r"cannot use .*text"):

@@ -23,6 +23,7 @@ from executor_parts import QUICK
 from prometheus_client import CollectorRegistry, generate_latest
 
 from rose.backends.vllm.step_control import read_settings
+from rose.cli import serve
 from rose.cli.main import main
 from rose.clocks import MonotonicClock
 from rose.coserving.ledger import Ledger, RolloutState, UsageState
@@ -114,16 +115,22 @@ def test_waits_between_restarts_grow_up_to_a_bound():
 async def serving(tmp_path: Path) -> AsyncIterator[Any]:
     """A watch on a "serving engine" that sleeps and beats no heart, made anew with the ledger of the first."""
     ledger = Ledger.create(tmp_path / "gpu0.ledger")
-    tasks = []
+    tasks, said = [], []
 
     def watch(*command: str) -> ServingProcess:
         made = ServingProcess(
-            [ledger], MonotonicClock(), command=command, run_dir=tmp_path, restart=QUICK, environment={"WHO": "serving"}
+            [ledger],
+            MonotonicClock(),
+            command=command,
+            run_dir=tmp_path,
+            restart=QUICK,
+            environment={"WHO": "serving"},
+            say=said.append,
         )
         tasks.append(asyncio.create_task(made.run()))
         return made
 
-    watch.ledger, watch.folder, watch.tasks = ledger, tmp_path, tasks
+    watch.ledger, watch.folder, watch.tasks, watch.said = ledger, tmp_path, tasks, said
     yield watch
     for task in tasks:
         task.cancel()
@@ -182,6 +189,15 @@ async def test_a_command_that_fails_is_tried_again_and_again(serving: Any):
     assert "not found" in (serving.folder / "serving.log").read_text()
 
 
+async def test_what_keeps_serving_from_starting_is_told_until_it_passes(serving: Any):
+    (serving.folder / "serving.log").mkdir()
+    made = serving("sleep", "60")
+    await until(lambda: len(serving.said) >= 3)
+    assert all("cannot start the serving engine" in line and "serving.log" in line for line in serving.said)
+    (serving.folder / "serving.log").rmdir()
+    await until(lambda: made.num_starts == 1)
+
+
 async def test_a_stale_heartbeat_is_told(serving: Any):
     made = serving()
     assert re.match("serving has no heartbeat", made.problem)
@@ -205,7 +221,7 @@ ledgers = ["{folder}/gpu0.ledger"]
 [serving]
 model = "{folder}"
 args = ["--port", "8000"]
-memory = {{pool_bytes = 1000}}
+memory = {{pool_bytes = 4_000_000_000}}
 [serving.admission.slo]
 ttft_s = 0.4
 tpot_s = 0.1
@@ -263,6 +279,8 @@ def test_a_gang_has_lists_of_paths(tmp_path: Path):
         ("kind = ", "sort = ", "unknown key"),
         ('kind = "host"', 'kind = "paced"', "clock is for paced devices"),
         ("ledgers = [", 'ledgers = ["more", ', "1 paths and 2 ledgers"),
+        ("gpu0.ledger", "gpu0.device", "gpu0.device is named twice; each device has a file and a ledger"),
+        ("4_000_000_000", "2_300_000_000", "serving.memory: pool_bytes 2300000000 less headroom_bytes 2147483648 leaves no"),
         ("args = ", "attach = true\nargs = ", "exactly one of attach"),
         ("[device]", 'listen = "0.0.0.0:1"\n[device]', "configure [[tokens]]"),
         ("[device]", 'listen = "1"\n[device]', "gpu0.toml: listen: '1' is no place to listen"),
@@ -359,6 +377,28 @@ async def test_running_until_told_to_stop(tmp_path: Path):
     assert "the serving engine goes on" in said[-1]
 
 
+async def test_an_engine_that_is_gone_before_it_was_told_of_ends_nobody(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    config, stopped, is_awaited, fakes = attached(tmp_path), asyncio.Event(), asyncio.Event(), []
+
+    async def start() -> FakeEngine:
+        await is_awaited.wait()
+        fakes.append(await fake())
+        if len(fakes) == 1:
+            fakes[0].die("killed at once")
+        return fakes[-1]
+
+    report = serve._Report(is_json=True)
+    running = asyncio.create_task(executor.run(config, stopped, say=report.say, tell=report.tell, start=start))
+    await asyncio.sleep(0.2)
+    is_awaited.set()
+    await until(lambda: len(fakes) == 2 or running.done())
+    stopped.set()
+    await running
+    assert '"event": "ready"' in capsys.readouterr().out
+
+
 async def test_a_rollout_engine_of_an_executor_that_is_gone_is_ended_first(tmp_path: Path):
     ledger = Ledger.create(tmp_path / "ledger")
     with subprocess.Popen(["sleep", "60"]) as child:  # noqa: ASYNC220 - it stands for the engine
@@ -387,18 +427,27 @@ async def test_metrics_show_what_the_ledger_says(tmp_path: Path):
         await running.supervisor.wait_until_up()
         ledger = Ledger.attach(tmp_path / "gpu0.ledger")
         ledger.publish_usage(UsageState(busy_fraction=0.75, rollout_fraction=0.5, debt_s=1.5))
-        registry = CollectorRegistry(auto_describe=False)
-        registry.register(
-            ExecutorCollector(
-                [ledger],
-                MonotonicClock(),
-                serving=running.serving,
-                supervisor=running.supervisor,
-                service=running.service,
-                holds=running.service._holds,
+        (tmp_path / "more").mkdir()
+        other = Ledger.create(tmp_path / "more" / "gpu0.ledger")
+
+        def shown(*ledgers: Ledger) -> str:
+            registry = CollectorRegistry(auto_describe=False)
+            registry.register(
+                ExecutorCollector(
+                    ledgers,
+                    MonotonicClock(),
+                    serving=running.serving,
+                    supervisor=running.supervisor,
+                    service=running.service,
+                    holds=running.service._holds,
+                )
             )
-        )
-        text = generate_latest(registry).decode()
+            return generate_latest(registry).decode()
+
+        text = shown(ledger)
+        both = shown(ledger, other).splitlines()
+    for each in (ledger, other):
+        assert f'rose_lease_granted{{device="{each.path}"}} 0.0' in both, "two ledgers of one name are two devices"
     for line in (
         'rose_device_busy_fraction{device="gpu0"} 0.75',
         'rose_device_rollout_fraction{device="gpu0"} 0.5',

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import math
 import time
 from collections.abc import AsyncIterator
-from contextlib import aclosing
+from contextlib import AsyncExitStack, aclosing
 from pathlib import Path
 
 import attrs
@@ -30,11 +31,14 @@ from rose.errors import (
     RequestRefusedError,
     VersionConflictError,
 )
+from rose.hosts.http.auth import Access, TokenConfig
 from rose.hosts.http.server import bind, make_app, parse_place, served
 from rose.interfaces.serving import PauseMode
+from rose.policies.admission import Budget
+from rose.policies.lending import job_key
 from rose.testing import fake_update
 from rose.testing.contracts.streams import collect, reading, until
-from rose.types import FinishReason, RequestId, WeightVersion
+from rose.types import FinishReason, JobId, RequestId, WeightVersion
 
 
 @pytest_asyncio.fixture
@@ -163,6 +167,32 @@ async def test_a_gang_needs_every_lease(tmp_path: Path):
         parts.lend(9, 1)
         with pytest.raises(EngineLeaseError):
             await parts.remote.resume()
+
+
+async def test_a_jobs_bearer_token_is_good_for_its_own_leases_only(parts: Parts):
+    """The fencing token of another job's lease can be guessed: it is the number of leases that the device had."""
+    accesses = {"holder": Access.JOB, "other": Access.JOB, "serving": Access.CONTROL}
+    tokens = [
+        TokenConfig(name=name, sha256=hashlib.sha256(name.encode()).hexdigest(), access=access)
+        for name, access in accesses.items()
+    ]
+    budget = Budget(fencing_token=7, expires_s=math.inf, is_granted=True, holder=job_key(JobId("holder")))
+    parts.ledgers[0].publish_budget(budget)
+    listener = bind(parse_place("127.0.0.1:0"), tokens)
+    async with served(make_app(parts.service.routes(), tokens=tokens), listener) as url, AsyncExitStack() as stack:
+        engines = {name: RemoteEngine(url, engine_id=name, token=name) for name in accesses}
+        for engine in engines.values():
+            stack.push_async_callback(engine.close)
+            engine.set_lease(7)
+        for name in ("holder", "serving"):
+            assert (await collect(engines[name], request(name))).finish_reason is FinishReason.LENGTH
+        with pytest.raises(EngineLeaseError, match="is another job's"):
+            await collect(engines["other"], request("other"))
+        with pytest.raises(EngineLeaseError):
+            await engines["other"].pause(PauseMode.ABORT)
+        parts.lend(7)  # by a lender that does not say to whom
+        assert (await collect(engines["other"], request("other"))).finish_reason is FinishReason.LENGTH
+    assert [asked.request_id for asked in parts.fake.requests] == ["holder", "serving", "other"]
 
 
 @pytest.mark.parametrize("num_tokens", [0, 3])

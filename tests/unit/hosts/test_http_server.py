@@ -23,6 +23,7 @@ from rose.backends.memory import MemoryTransport
 from rose.backends.remote.client import HttpClient
 from rose.backends.remote.wire import error_from_wire, error_name, error_to_wire, status_of
 from rose.errors import ConfigError, EngineError, EngineLeaseError, EngineLostError, RoseError, TransportError
+from rose.hosts.http import server
 from rose.hosts.http.auth import Access, TokenConfig, _identify, caller, require
 from rose.hosts.http.server import Health, Place, bind, make_app, parse_place, read_json, served, url_of
 
@@ -214,14 +215,42 @@ async def test_bodies_are_json_that_says_so():
         return web.json_response(await read_json(request))
 
     async with service(web.post("/x", echo)) as url:
-        assert await ask(url, "POST", body={"a": [1]}) == {"a": [1]}
+        assert await ask(url, "POST", body={"a": ["\U0001f339"]}) == {"a": ["\U0001f339"]}
         client = HttpClient(url)
         session = client._open_session()
-        for headers, data in (({"Content-Type": "text/plain"}, b"{}"), ({"Content-Type": "application/json"}, b"{")):
+        wrong = (b"{", b"[" * 100_000, b'"\\ud800"', b'"\xed\xa0\x80"', b'"\xff"', '"x"'.encode("utf-16"))
+        for headers, data in [({"Content-Type": "text/plain"}, b"{}")] + [
+            ({"Content-Type": "application/json"}, data) for data in wrong
+        ]:
             async with session.post(url + "/x", data=data, headers=headers) as answer:
                 assert answer.status == 400
                 assert (await answer.json())["error"]["type"] == "config_error"
         await client.close()
+
+
+async def test_who_sends_no_request_or_no_body_does_not_keep_others_out(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(server, "_HEAD_S", 0.2)
+    monkeypatch.setattr(server, "_BODY_S", 0.2)
+
+    async def echo(request: web.Request) -> web.Response:
+        return web.json_response(await read_json(request))
+
+    async def wait(_: web.Request) -> web.Response:
+        await asyncio.sleep(0.6)
+        return web.json_response("waited")
+
+    async with service(web.post("/x", echo), web.get("/wait", wait)) as url:
+        host, port = url.removeprefix("http://").split(":")
+        waiting = asyncio.create_task(ask(url, path="/wait"))
+        head = "POST /x HTTP/1.1\r\nHost: x\r\n"
+        typed = head + "Content-Type: application/json\r\nContent-Length: 9\r\n\r\n"
+        for sent, answer in (("", b""), (head, b""), (typed, b"HTTP/1.1 408")):
+            reader, writer = await asyncio.open_connection(host, int(port))
+            writer.write(sent.encode())
+            async with asyncio.timeout(10):
+                assert (await reader.read(12)) == answer
+            writer.close()
+        assert await waiting == "waited", "a request under way is not silence"
 
 
 # Clients.

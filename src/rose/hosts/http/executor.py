@@ -50,12 +50,14 @@ class Executor:
 
     Attributes:
         url: Where it listens.
+        engine_id: The rollout engine's name, whether it runs at the moment or not.
         service: Its interface to the rollout engine.
         supervisor: Has the rollout engine.
         serving: Watches the serving engine.
     """
 
     url: str
+    engine_id: str
     service: RolloutService
     supervisor: RolloutSupervisor
     serving: ServingProcess
@@ -75,7 +77,7 @@ def prepared(config: ExecutorConfig) -> Iterator[tuple[socket.socket, Sequence[L
         stack.callback(listener.close)
         try:
             clock = _open_clock(config)
-            ledgers = [_open_ledger(path) for path in config.device.ledgers]
+            ledgers = [Ledger.attach_or_create(path) for path in config.device.ledgers]
         except LedgerError as error:
             raise ConfigError(str(error)) from error
         for path in config.device.ledgers:
@@ -123,7 +125,11 @@ async def executing(
             ending = asyncio.create_task(supervisor.run_forever())
             stack.push_async_callback(_cancelled, ending)
             say(f"listening on {url}")
-            yield Executor(url=url, service=service, supervisor=supervisor, serving=serving), ending
+            engine_id = rollout_options(config).engine_id
+            yield (
+                Executor(url=url, engine_id=engine_id, service=service, supervisor=supervisor, serving=serving),
+                ending,
+            )
 
 
 async def run(
@@ -221,10 +227,6 @@ def _open_clock(config: ExecutorConfig) -> Clock:
 
     path = Path(config.device.clock)
     return PacedClock(path) if path.exists() else PacedClock.create(path, k=config.device.k)
-
-
-def _open_ledger(path: str) -> Ledger:
-    return Ledger.attach(path) if Path(path).exists() else Ledger.create(path)
 
 
 async def _cancelled(task: asyncio.Task[Any]) -> None:

@@ -7,6 +7,7 @@ force (``slo``, ``quiet`` and so on) and the lease are the lender's, in the ledg
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import sys
@@ -26,7 +27,7 @@ from rose.hosts.http.executor_rollout import RestartConfig
 from rose.hosts.http.lender_config import ledger_problems
 from rose.hosts.http.server import parse_place
 from rose.policies.admission import AdmissionConfig
-from rose.policies.memory import MemoryConfig
+from rose.policies.memory import MemoryConfig, possible_budget
 from rose.types import WeightVersion
 
 _OPTIONS_OF_ROSE = ("engine_id", "model", "initial_version", "tensor_parallel_size", "rose", "scheduler_cls")
@@ -53,6 +54,10 @@ class SharedDevice:
     def __attrs_post_init__(self) -> None:
         if not self.paths or len(self.paths) != len(self.ledgers):
             message = f"device: {len(self.paths)} paths and {len(self.ledgers)} ledgers; give each device one of both"
+            raise ValueError(message)
+        files = [Path(path).absolute() for path in (*self.paths, *self.ledgers, *filter(None, [self.clock]))]
+        if twice := next((path for path in files if files.count(path) > 1), None):
+            message = f"device: {twice} is named twice; each device has a file and a ledger of its own"
             raise ValueError(message)
         if (self.kind == "paced") != (self.clock is not None):
             message = "device: clock is for paced devices, and they need one"
@@ -175,6 +180,12 @@ def load_config(path: Path | str) -> ExecutorConfig:
             problems.append(
                 f"{who}.profile is for paced devices, and they need one; device.kind is {config.device.kind!r}"
             )
+    memory = config.serving.memory
+    if memory is not None and not possible_budget(memory, math.inf):
+        problems.append(
+            f"serving.memory: pool_bytes {memory.pool_bytes} less headroom_bytes {memory.headroom_bytes} leaves no granule_bytes "
+            f"{memory.granule_bytes} to lend; give less head-room"
+        )
     if problems:
         raise ConfigError("\n".join(f"{path}: {problem}" for problem in problems))
     _check_settings(config, path)

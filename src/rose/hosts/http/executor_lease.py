@@ -1,5 +1,7 @@
 """The lease of an executor's devices: whose fencing token counts now, by their ledgers.
 
+A fencing token says which lease, and can be guessed; so a job's bearer token is good for that job's leases only.
+
 Invariants: the ledger is read for every question, so a lease that the lender ended counts nowhere from then on; what cannot be
 read allows no new work, and ends none that runs (the rollout engine itself takes no step meanwhile); an engine over several
 devices works under the leases of all of them.
@@ -14,6 +16,8 @@ from rose.coserving.lent_device import LentDevice
 from rose.errors import ConfigError, EngineBusyError, EngineLeaseError, LedgerError
 from rose.interfaces.clock import Clock
 from rose.policies.admission import AdmissionConfig, HoldReason, check_lease
+from rose.policies.lending import job_key
+from rose.types import JobId
 
 Tokens = tuple[int, ...]
 
@@ -33,31 +37,35 @@ class LeaseGate:
         self._ledgers = tuple(ledgers)
         self._clock = clock
 
-    def require(self, header: str | None) -> Tokens:
+    def require(self, header: str | None, job: JobId | None = None) -> Tokens:
         """Return the tokens that a request carries, if they are those of the leases in force.
 
+        Args:
+            header: The tokens, as the request has them.
+            job: Whose request it is, where it can be only the holder's; ``None``: anybody's who knows the tokens.
+
         Raises:
-            EngineLeaseError: They are missing, outdated or not granted, or a lease is over.
+            EngineLeaseError: They are missing, outdated or not granted, or a lease is over or another job's.
             EngineBusyError: A ledger cannot be read.
         """
         tokens = _tokens_in(header)
-        problem = self._problem(tokens)
+        problem = self._problem(tokens, job)
         if problem is HoldReason.UNREADABLE:
             message = "the device's ledger cannot be read, so no lease can be told; try again"
             raise EngineBusyError(message)
         if problem is not None:
             message = (
-                f"fencing token {header or '(none)'} is not that of a lease in force ({problem.value}): the lease is over, or was "
-                "never granted; ask the lender for another"
+                f"fencing token {header or '(none)'} is not that of a lease in force ({problem.value}): the lease is over, was "
+                "never granted, or is another job's; ask the lender for another"
             )
             raise EngineLeaseError(message)
         return tokens
 
     def is_over(self, tokens: Tokens) -> bool:
         """Return whether work that began under these tokens has to end."""
-        return self._problem(tokens) not in (None, HoldReason.UNREADABLE)
+        return self._problem(tokens, None) not in (None, HoldReason.UNREADABLE)
 
-    def _problem(self, tokens: Tokens) -> HoldReason | None:
+    def _problem(self, tokens: Tokens, job: JobId | None) -> HoldReason | None:
         if len(tokens) != len(self._ledgers):
             return HoldReason.LEASE_MISSING
         try:
@@ -66,7 +74,8 @@ class LeaseGate:
             return HoldReason.UNREADABLE
         now_s = self._clock.now()
         for token, budget in zip(tokens, budgets, strict=True):
-            if token != budget.fencing_token:
+            is_others = job is not None and budget.holder not in (0, job_key(job))
+            if token != budget.fencing_token or is_others:
                 return HoldReason.LEASE_FENCED
             problem = check_lease(budget, token, now_s)
             if problem is not None:

@@ -58,7 +58,7 @@ class ExecutorCollector(Collector):
     """Reads everything when it is asked.
 
     Args:
-        ledgers: One a device; a device is labelled by its ledger's name.
+        ledgers: One a device; a device is labelled by its ledger's name, by the whole path where two have the same.
         clock: The devices' clock.
         serving: The serving engine's watch.
         supervisor: The rollout engine's.
@@ -76,7 +76,10 @@ class ExecutorCollector(Collector):
         service: RolloutService,
         holds: HoldWatch,
     ) -> None:
-        self._ledgers = {Path(ledger.path).stem: ledger for ledger in ledgers}
+        names = [Path(ledger.path).stem for ledger in ledgers]
+        self._ledgers = {
+            name if names.count(name) == 1 else ledger.path: ledger for name, ledger in zip(names, ledgers, strict=True)
+        }
         self._clock = clock
         self._serving = serving
         self._supervisor = supervisor

@@ -42,7 +42,7 @@ from rose.interfaces.serving import (
     SupportsStepGate,
     SupportsWeightChecksums,
 )
-from rose.types import FinishReason, RequestId, TokenChunk
+from rose.types import FinishReason, JobId, RequestId, TokenChunk
 
 _logger = logging.getLogger(__name__)
 _LOOK_S = 0.02
@@ -167,9 +167,10 @@ class RolloutService:
 
     def _permit(self, request: web.Request) -> tuple[ServingEngine, Tokens]:
         """Return the engine that is meant, and under which leases; raises unless they are in force."""
-        require(Access.JOB)
+        who = require(Access.JOB)
+        job = JobId(who.name) if who.access is Access.JOB else None
         try:
-            tokens = self._gate.require(request.headers.get(wire.FENCING_HEADER))
+            tokens = self._gate.require(request.headers.get(wire.FENCING_HEADER), job)
         except EngineBusyError:
             self.num_fenced += 1
             raise

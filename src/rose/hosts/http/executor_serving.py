@@ -198,16 +198,26 @@ class ServingProcess:
         """Start serving, and again whenever it died; for ever. Returns at once where that is somebody else's task."""
         num_failures = 0
         while self._command:
-            process = self._find() or await self._begin()
             began_s = time.monotonic()
-            while process is not None and process.is_running():  # noqa: ASYNC110 - it may be another executor's child
-                await asyncio.sleep(_LOOK_S)
-            _children[:] = [child for child in _children if child.poll() is None]
+            try:
+                await self._run_one()
+                end = f"the serving engine ended (see {self._log_file})"
+            except (
+                ConfigError,
+                OSError,
+            ) as error:  # a full disk for instance, which passes: nobody else would try again
+                end = str(error)
             is_well = time.monotonic() - began_s >= self._restart.well_s
             num_failures = 1 if is_well else num_failures + 1
             wait_s = self._restart.wait_s(num_failures)
-            self._say(f"the serving engine ended (see {self._log_file}); another start in {wait_s:g} s")
+            self._say(f"{end}; another start in {wait_s:g} s")
             await asyncio.sleep(wait_s)
+
+    async def _run_one(self) -> None:
+        process = self._find() or await self._begin()
+        while process is not None and process.is_running():  # noqa: ASYNC110 - it may be another executor's child
+            await asyncio.sleep(_LOOK_S)
+        _children[:] = [child for child in _children if child.poll() is None]
 
     def _find(self) -> ProcessName | None:
         process = read_pid_file(self._pid_file)

@@ -237,12 +237,12 @@ class LenderService:
         """``GET /v1/audit?after=SEQ&limit=N``: entries of the audit ledger, and what each job's leases came to."""
         require(Access.READ)
         try:
-            after = min(_LARGEST, int(request.query.get("after", "0")))
-            limit = min(_MOST_ENTRIES, int(request.query.get("limit", "1000")))
+            after = min(_LARGEST, max(0, int(request.query.get("after", "0"))))
+            limit = min(_MOST_ENTRIES, max(0, int(request.query.get("limit", "1000"))))
         except ValueError as error:
             message = f"after and limit are whole numbers: {error}"
             raise ConfigError(message) from error
-        entries = [attrs.asdict(entry) for entry in self._opened.store.entries(after, max(0, limit))]
+        entries = [attrs.asdict(entry) for entry in self._opened.store.entries(after, limit)]
         return web.json_response({"entries": entries, "totals": self._opened.store.totals()})
 
     # Of serving.

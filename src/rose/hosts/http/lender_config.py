@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ from rose.clocks import MonotonicClock
 from rose.coserving.lease_sqlite import SqliteStore, read_boot_id
 from rose.coserving.ledger import Ledger, RolloutState, UsageState
 from rose.coserving.lender import DeviceTerms, Lender
+from rose.coserving.locks import lock_ledger
 from rose.errors import LedgerError
 from rose.hosts.http.auth import TokenConfig
 from rose.interfaces import Clock
@@ -25,6 +27,7 @@ from rose.policies.lending import LendingConfig
 from rose.types import DeviceId
 
 _logger = logging.getLogger(__name__)
+NO_LEDGER = "no ledger"
 _NUM_FAILED_TO_TELL = 2  # once a file may be in the making
 
 
@@ -69,14 +72,24 @@ class LenderConfig:
     tick_s: float = attrs.field(default=0.25, validator=checks.number(above=0))
 
     def __attrs_post_init__(self) -> None:
-        """Check the names of devices, which stand in addresses and tables."""
+        """Check the names of devices, which stand in addresses and tables, and that none is there under two names."""
         if wrong := [name for name in self.devices if not re.fullmatch(r"[^\s/\\]+", name)]:
             message = f"devices: names are without spaces and slashes and not empty, which {', '.join(map(repr, wrong))} is not"
             raise ValueError(message)
+        owners: dict[Path, str] = {}
+        for name, device in self.devices.items():
+            owner = owners.setdefault(device.ledger.resolve(), name)
+            if owner != name:
+                message = (
+                    f"devices: {owner} and {name} have one ledger, {device.ledger}; a ledger is that of one device"
+                )
+                raise ValueError(message)
 
 
 class FollowedLedger:
     """The ledger of a device in whatever file is at its path now. Without one nothing can be read, and nobody reads what is written.
+
+    Invariant: while there is a ledger, no other lender follows it, whatever its state or the name of the file.
 
     Attributes:
         problem: Why there is none; empty where there is one.
@@ -85,7 +98,7 @@ class FollowedLedger:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._ledger: Ledger | None = None
-        self._inode = -1
+        self._inode = self._lock = -1
         self._num_failed = 0
         self.problem = ""
         self.follow()
@@ -95,20 +108,31 @@ class FollowedLedger:
         try:
             inode = self.path.stat().st_ino
         except OSError:
-            self._ledger, self._inode, self._num_failed, self.problem = None, -1, 0, "no ledger"
+            self.close()
+            self._num_failed, self.problem = 0, NO_LEDGER
             return False
         if inode == self._inode:
             return False
+        self.close()
         try:
-            self._ledger, self._inode = Ledger.attach(self.path), inode
+            ledger = Ledger.attach(self.path)
+            self._lock = lock_ledger(self.path)
+            self._ledger, self._inode = ledger, inode
         except LedgerError as error:
-            self._ledger, self._inode, self.problem = None, -1, str(error)
+            self.problem = str(error)
             self._num_failed += 1
             if self._num_failed == _NUM_FAILED_TO_TELL:
                 _logger.warning("not lent: %s", error)
             return False
         self._num_failed, self.problem = 0, ""
         return True
+
+    def close(self) -> None:
+        """Let go of the ledger, and let another lender have it. Idempotent."""
+        self._ledger, self._inode = None, -1
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
 
     @property
     def is_there(self) -> bool:
@@ -198,13 +222,16 @@ def open_lender(config: LenderConfig) -> Iterator[OpenLender]:
     if config.clock is not None:
         paced = PacedClock(config.clock)
         clock, boot_id = paced, f"{boot_id}/{paced.born_s}"
-    ledgers = {DeviceId(name): FollowedLedger(device.ledger) for name, device in config.devices.items()}
     terms = {
         DeviceId(name): DeviceTerms(
             models=None if device.models is None else frozenset(device.models), serving_model=device.serving_model
         )
         for name, device in config.devices.items()
     }
-    with SqliteStore(config.state, boot_id=boot_id) as store:
+    with contextlib.ExitStack() as stack:
+        store = stack.enter_context(SqliteStore(config.state, boot_id=boot_id))
+        ledgers = {DeviceId(name): FollowedLedger(device.ledger) for name, device in config.devices.items()}
+        for ledger in ledgers.values():
+            stack.callback(ledger.close)
         lender = Lender(ledgers, clock, config.lending, config.mode, store=store, terms=terms)
         yield OpenLender(lender, store, ledgers, clock)

@@ -4,11 +4,14 @@ Invariants:
 
 * The listening socket is bound once and kept until the server closes: no port is looked at first and bound later.
 * An address that other machines can reach is refused unless bearer tokens are configured.
+* A connection on which no request comes within ``_HEAD_S`` is closed, and a body has ``_BODY_S``: nobody without a token can keep all
+  others out, a kill switch for instance, by holding connections.
 * ``/health`` needs no token and says no more than "ok" or why not; everything else needs one where tokens are configured.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import ipaddress
@@ -23,13 +26,16 @@ from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
 from rose.errors import ConfigError, TransportError
-from rose.hosts.http.auth import TokenConfig, guard
+from rose.hosts.http.auth import Handler, TokenConfig, guard
 from rose.hosts.http.errors import answer_errors
 
 _PLACE = re.compile(r"(?P<host>\[[^\]]+\]|[^:\[\]]+):(?P<first>\d{1,5})(?:-(?P<last>\d{1,5}))?")
 _BACKLOG = 512
 _MAX_PORT = (1 << 16) - 1
 _CLOSE_S = 2.0
+_HEAD_S = 10.0
+_BODY_S = 30.0
+_KEEP_ALIVE_S = 75.0  # longer than clients and proxies keep a connection, so that none is closed under a request
 MAX_BODY_BYTES = 16 << 20
 
 
@@ -148,26 +154,66 @@ async def read_json(request: web.Request) -> Any:
     """Return a request's body.
 
     Raises:
-        ConfigError: It is no JSON, or does not say that it is (which keeps web pages from sending it).
+        ConfigError: It is no JSON in UTF-8, or does not say that it is (which keeps web pages from sending it).
+        HTTPRequestTimeout: It does not come.
     """
     if request.content_type != "application/json":
         message = f"{request.method} {request.path} takes application/json, not {request.content_type}"
         raise ConfigError(message)
     try:
-        return json.loads(await request.read())
-    except ValueError as error:
+        async with asyncio.timeout(_BODY_S):
+            raw = await request.read()
+    except TimeoutError as error:
+        raise web.HTTPRequestTimeout(reason=f"the body did not come within {_BODY_S:g} s") from error
+    try:
+        data = json.loads(raw.decode())
+        if b"\\u" in raw:  # half a surrogate pair is no text: it could be neither kept nor sent on
+            json.dumps(data, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as error:
         message = f"the body of {request.method} {request.path} is no JSON: {error}"
         raise ConfigError(message) from error
+    return data
 
 
 @contextlib.asynccontextmanager
 async def served(app: web.Application, listener: socket.socket) -> AsyncIterator[str]:
     """Serve an application on a bound socket; gives its URL. A handler whose client is gone is cancelled."""
-    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=_CLOSE_S)
+    heard: set[object] = set()
+
+    @web.middleware
+    async def note(request: web.Request, handler: Handler) -> web.StreamResponse:
+        heard.add(request.protocol)
+        return await handler(request)
+
+    app.middlewares.insert(0, note)
+    runner = web.AppRunner(
+        app,
+        handler_cancellation=True,
+        access_log=None,
+        shutdown_timeout=_CLOSE_S,
+        keepalive_timeout=_KEEP_ALIVE_S,
+    )
+    closing: asyncio.Task[None] | None = None
     try:
         await runner.setup()
         await web.SockSite(runner, listener).start()
+        closing = asyncio.create_task(_close_silent(runner, heard))
         yield url_of(listener)
     finally:
+        if closing is not None:
+            closing.cancel()
         await runner.cleanup()
         listener.close()
+
+
+async def _close_silent(runner: web.AppRunner, heard: set[object]) -> None:
+    """Close connections on which no request comes; ``heard`` are those on which one came. Those wait for the next one under keep-alive."""
+    now_s = asyncio.get_running_loop().time
+    since_s: dict[web.RequestHandler, float] = {}
+    while runner.server is not None:
+        await asyncio.sleep(_HEAD_S / 4)
+        connections = runner.server.connections
+        heard.intersection_update(connections)
+        since_s = {each: since_s.get(each, now_s()) for each in connections if each not in heard}
+        for silent in [each for each, at_s in since_s.items() if now_s() - at_s >= _HEAD_S]:
+            silent.force_close()
