@@ -14,7 +14,7 @@ from rose.coserving.lender import LeaseChange, LeaseEvent, Lender
 from rose.errors import LeaseError, LedgerError
 from rose.interfaces.clock import Clock
 from rose.policies.admission import Budget, Mode
-from rose.policies.lending import Ask, DeviceUse, JobTerms, LendingConfig, plan_expiry, plan_grants
+from rose.policies.lending import Ask, DeviceUse, JobTerms, LendingConfig, job_key, plan_expiry, plan_grants
 from rose.types import DeviceId, JobId
 
 CONFIG = LendingConfig(ttl_s=10.0, quota=4, jobs={"small": JobTerms(quota=2)}, rest_s=0.0, stale_after_s=math.inf)
@@ -180,6 +180,7 @@ class Both:
                 fencing_token=self.plain.tokens[device],
                 expires_s=0.0 if lease is None else lease.expires_s,
                 is_granted=lease is not None,
+                holder=0 if lease is None else job_key(lease.job),
             )
 
 
