@@ -15,6 +15,7 @@ import pytest
 
 pytest.importorskip("aiohttp", reason="aiohttp is not installed: pip install 'rose-rl[http]'")
 
+import aiohttp
 from aiohttp import web
 from prometheus_client import CollectorRegistry, Counter
 
@@ -222,6 +223,28 @@ async def test_bodies_are_json_that_says_so():
                 assert answer.status == 400
                 assert (await answer.json())["error"]["type"] == "config_error"
         await client.close()
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "says"),
+    [
+        (b"[" * 100_000, 400, "the body of POST /x is no JSON: maximum recursion depth"),
+        (b'["\\uD83C"]', 400, "a text in the body of POST /x has half a character"),
+        (b'["\\ud83c\\udf89 \\\\udead"]', 200, None),
+        (b'"%s"' % (b"x" * 400_000), 413, "the body of POST /x is too long (Maximum request body size 300000 exceeded"),
+    ],
+)
+async def test_bodies_that_cannot_be_used_are_the_sender_s_mistake(body: bytes, status: int, says: str | None):
+    async def echo(request: web.Request) -> web.Response:
+        return web.json_response(await read_json(request))
+
+    async with (
+        service(web.post("/x", echo), max_body_bytes=300_000) as url,
+        aiohttp.ClientSession() as session,
+        session.post(url + "/x", data=body, headers={"Content-Type": "application/json"}) as answer,
+    ):
+        assert answer.status == status
+        assert says is None or (await answer.json())["error"]["message"].startswith(says)
 
 
 # Clients.

@@ -115,7 +115,10 @@ class PoolService:
         if not isinstance(data, dict):
             message = "a turn is a JSON object with trajectory_id, group_id, prompt_ids and sampling"
             raise RequestRefusedError(message)
-        turn_id, is_streamed = data.pop("turn_id", None), data.pop("stream", False)
+        turn_id, is_streamed = data.pop("turn_id", None), data.pop("stream", None)
+        if not isinstance(is_streamed, bool | None):
+            message = f"stream is true or false, not {is_streamed!r:.80}"
+            raise RequestRefusedError(message)
         turn = turn_from_wire(data)
         if is_streamed and turn_id is not None:
             message = "a stream cannot be taken up again by its turn_id; leave out turn_id or stream"

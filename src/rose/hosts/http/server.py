@@ -31,6 +31,8 @@ _BACKLOG = 512
 _MAX_PORT = (1 << 16) - 1
 _CLOSE_S = 2.0
 MAX_BODY_BYTES = 16 << 20
+_SURROGATES = (b"\\ud", b"\\uD")
+"""How half a character begins in JSON; two of them may make a whole one."""
 
 
 @attrs.frozen
@@ -149,15 +151,31 @@ async def read_json(request: web.Request) -> Any:
 
     Raises:
         ConfigError: It is no JSON, or does not say that it is (which keeps web pages from sending it).
+        HTTPRequestEntityTooLarge: It is longer than the application takes.
     """
     if request.content_type != "application/json":
         message = f"{request.method} {request.path} takes application/json, not {request.content_type}"
         raise ConfigError(message)
     try:
-        return json.loads(await request.read())
-    except ValueError as error:
+        body = await request.read()
+    except web.HTTPRequestEntityTooLarge as error:
+        error.set_status(
+            error.status, f"the body of {request.method} {request.path} is too long ({error.text}); send less at once"
+        )
+        raise
+    try:
+        data = json.loads(body)
+        if any(half in body for half in _SURROGATES):
+            json.dumps(data, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        message = (
+            f"a text in the body of {request.method} {request.path} has half a character: {error}; send whole ones"
+        )
+        raise ConfigError(message) from error
+    except (ValueError, RecursionError) as error:
         message = f"the body of {request.method} {request.path} is no JSON: {error}"
         raise ConfigError(message) from error
+    return data
 
 
 @contextlib.asynccontextmanager
