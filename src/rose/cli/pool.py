@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rose.errors import BackendUnavailableError, ConfigError
+from rose.errors import BackendUnavailableError
 
 if TYPE_CHECKING:
     from rose.hosts.http.tokenizers import Tokenizer
@@ -80,15 +80,6 @@ def _tokenizer(config: JobConfig) -> Tokenizer | None:
 
 
 def _check(path: Path, config: JobConfig) -> None:
-    from rose import registry  # noqa: PLC0415 - loads numpy
-
-    for name, engine in config.engines.items():
-        try:
-            if engine.backend is not None:
-                registry.check_name("serving", engine.backend)
-        except ConfigError as error:
-            message = f"{path}: engines.{name}.backend: {error}"
-            raise ConfigError(message) from error
     resources = config.resources
     num_own = sum(engine.count for engine in config.engines.values())
     print(  # noqa: T201 - this is the command line
