@@ -17,6 +17,7 @@ import math
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, TypeVar
 
+from rose.checks import shown
 from rose.errors import DeadlineExceededError, EngineError, EngineLostError, RoseError, TurnFailedError
 from rose.interfaces import Clock
 from rose.policies.routing import EngineState
@@ -29,7 +30,7 @@ from rose.pool.sources import open_stream
 from rose.pool.state import PoolState
 from rose.pool.timing import within
 from rose.pool.turns import Attempt
-from rose.types import EngineSnapshot, TokenChunk
+from rose.types import EngineSnapshot, TokenChunk, WeightVersion
 
 _logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -140,6 +141,18 @@ class Driver:
                 return error
             if self._state.take(attempt, chunk, self._clock.now()):
                 self.apply()
+            if not attempt.is_open:
+                return await self._drain(attempt, stream)
+
+    async def _drain(self, attempt: Attempt, stream: AsyncIterator[TokenChunk]) -> Exception:
+        """Let a stream end whose attempt is over, for ``reading_timeout_s`` on the loop's time at most; nobody takes what it still says."""
+        try:
+            async with asyncio.timeout(self._config.reading_timeout_s):
+                async for _ in stream:
+                    pass
+        except Exception as error:  # noqa: BLE001 - the root of a task: the attempt is over whatever comes
+            return error
+        return EngineError(f"the attempt on engine {attempt.engine_id!r} is over")
 
     def _give_up(self, attempt: Attempt) -> None:
         if attempt.is_started:
@@ -178,9 +191,14 @@ class Driver:
         """
         what = f"reading engine {member.engine_id!r}"
         try:
-            return await within(self._clock, member.engine.snapshot(), self._config.reading_timeout_s, what=what)
+            reading = await within(self._clock, member.engine.snapshot(), self._config.reading_timeout_s, what=what)
         except DeadlineExceededError as error:
             raise EngineLostError(str(error)) from error
+        given: object = reading
+        if not isinstance(given, EngineSnapshot) or not isinstance(given.weight_version, WeightVersion | None):
+            message = f"engine {member.engine_id!r} gave {shown(given)} as a reading, not an EngineSnapshot with a WeightVersion or None"
+            raise EngineLostError(message)
+        return reading
 
     async def watch(self, member: Member) -> None:
         """Read an engine's load and health until it leaves or is lost."""

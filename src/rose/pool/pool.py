@@ -324,14 +324,14 @@ class RolloutPool:
         member = self._state.lifecycle.join(engine, kind, lease_id, self._clock.now())
         try:
             reading = await self._driver.read(member)
+            self._check_open()
+            self._state.lifecycle.joined(member, reading, self._clock.now())
         except BaseException as error:
             self._state.lifecycle.fall_out(
                 member, EngineState.LOST, f"it did not answer when it joined: {error}", self._clock.now()
             )
             self._driver.apply()
             raise
-        self._check_open()
-        self._state.lifecycle.joined(member, reading, self._clock.now())
         self._driver.apply()
         self._driver.spawn(self._driver.watch(member))
         if member.state is EngineState.STALE:
