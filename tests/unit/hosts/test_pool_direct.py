@@ -110,8 +110,9 @@ async def test_the_proxy_streams_nothing_but_attempts_under_way() -> None:
 async def test_a_turn_that_stalls_moves_with_its_tokens(*, is_direct: bool) -> None:
     async with _either(is_direct=is_direct, token_s=0.01) as (pool, url, engines), RolloutPool.connect(url) as remote:
         task = asyncio.create_task(remote.generate(turn(max_tokens=200)))
-        await until(lambda: any(record.token_ids for record in pool._state.live.values()))
+        await until(lambda: any(record.token_ids for record in pool._state.live.values()), timeout_s=60.0)
         first = next(engine for engine in engines if engine.num_in_flight)
+        request_id = first.requests[-1].request_id
         first.stall()
         got = await task
         first.unstall()
@@ -121,7 +122,7 @@ async def test_a_turn_that_stalls_moves_with_its_tokens(*, is_direct: bool) -> N
         assert HopEnd.STALLED in {hop.ended for hop in got.hops}
         assert got.hops[0].num_tokens > 0
         assert sum(hop.num_tokens for hop in got.hops) == 200
-        assert len(first.aborted) == 1
+        assert first.aborted.count(request_id) == 1  # a machine that stands still for long may move the turn once more
 
 
 async def test_a_stream_that_breaks_off_goes_on_elsewhere() -> None:
