@@ -217,7 +217,7 @@ class TurnRecord:
             if len(chunk.logprobs) != len(token_ids):
                 message = f"{len(token_ids)} tokens came with {len(chunk.logprobs)} log-probs"
                 raise EngineError(message)
-            _check_logprobs(chunk.logprobs)
+            check_logprobs(chunk.logprobs)
             self.logprobs.extend(chunk.logprobs[:taken])
         self._extend_spans(version, len(self.token_ids), len(self.token_ids) + taken)
         self.token_ids.extend(token_ids[:taken])
@@ -275,10 +275,16 @@ def check_chunk(chunk: TokenChunk) -> None:
     raise EngineError(message)
 
 
-def _check_logprobs(logprobs: tuple[float, ...]) -> None:
-    """Refuse what is no log of a probability; a missing one must never be filled in."""
+def check_logprobs(logprobs: tuple[float, ...]) -> None:
+    """Refuse what is no log of a probability; a missing one must never be filled in.
+
+    Raises:
+        EngineError: One is none, or no plain number.
+    """
     value: Any
     for value in logprobs:
         if not isinstance(value, _NUMBERS) or not -math.inf < value <= 0:
-            message = f"a token came with a log-prob that is no log of a probability: {shown(value)}"
+            message = (
+                f"a token came with a log-prob that is no log of a probability, a plain number <= 0: {shown(value)}"
+            )
             raise EngineError(message)
