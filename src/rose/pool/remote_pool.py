@@ -298,12 +298,16 @@ class RemotePool:
         raise self._link.last_error or TransportError(message)
 
     async def _close(self) -> None:
-        await self._link.close()
+        async with contextlib.AsyncExitStack() as stack:  # each is done, whatever cancels another
+            stack.push_async_callback(self._client.close)
+            stack.push_async_callback(self._doors.close)
+            stack.push_async_callback(self._tasks.__aexit__, None, None, None)
+            stack.callback(self._cancel_own)
+            stack.push_async_callback(self._link.close)
+
+    def _cancel_own(self) -> None:
         for task in list(self._own):
             task.cancel()
-        await self._tasks.__aexit__(None, None, None)
-        await self._doors.close()
-        await self._client.close()
 
     async def _status(self) -> Any:
         self._check_open()

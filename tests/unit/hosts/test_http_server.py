@@ -9,6 +9,7 @@ import socket
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from unittest.mock import Mock
 
 import attrs
 import pytest
@@ -17,6 +18,7 @@ pytest.importorskip("aiohttp", reason="aiohttp is not installed: pip install 'ro
 
 import aiohttp
 from aiohttp import web
+from aiohttp.test_utils import make_mocked_request
 from prometheus_client import CollectorRegistry, Counter
 
 from rose import errors
@@ -25,6 +27,7 @@ from rose.backends.remote.client import HttpClient
 from rose.backends.remote.wire import error_from_wire, error_name, error_to_wire, status_of
 from rose.errors import ConfigError, EngineError, EngineLeaseError, EngineLostError, RoseError, TransportError
 from rose.hosts.http.auth import Access, TokenConfig, _identify, caller, require
+from rose.hosts.http.errors import answer_errors
 from rose.hosts.http.server import Health, Place, bind, make_app, parse_place, read_json, served, url_of
 
 NUM_SERVERS = 50
@@ -208,6 +211,19 @@ async def test_bugs_and_unknown_paths_are_answers_too(caplog: pytest.LogCaptureF
         with pytest.raises(EngineError, match="Not Found"):
             await ask(url, path="/nowhere")
     assert "ZeroDivisionError" in caplog.text
+
+
+@pytest.mark.parametrize("is_gone", [True, False])
+async def test_a_client_that_is_gone_is_no_news(caplog: pytest.LogCaptureFixture, *, is_gone: bool):
+    async def write_to(_: web.Request) -> web.StreamResponse:
+        raise ConnectionResetError
+
+    transport = Mock()
+    transport.is_closing.return_value = is_gone
+    request = make_mocked_request("GET", "/x", transport=transport)
+    answer = await answer_errors(request, write_to)
+    assert answer.status == (499 if is_gone else 500)
+    assert bool(caplog.records) is not is_gone
 
 
 async def test_bodies_are_json_that_says_so():

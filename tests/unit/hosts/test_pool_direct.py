@@ -450,6 +450,31 @@ async def test_leaving_ends_the_calls() -> None:
         await until(lambda: pool.snapshot().num_live_turns == 0)
 
 
+@pytest.mark.parametrize("num_steps", range(0, 40, 4))
+async def test_leaving_that_is_cancelled_leaves_nothing_open(num_steps: int) -> None:
+    async with direct_pool(1) as (_, url, _):
+        before = asyncio.all_tasks()
+        remote = RolloutPool.connect(url)
+
+        async def use() -> None:
+            async with remote:
+                await remote.generate(turn())
+                await remote.snapshot()
+                leaving.set()
+
+        leaving = asyncio.Event()
+        task = asyncio.create_task(use())
+        await leaving.wait()
+        for _ in range(num_steps):
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        assert remote._client._session is None
+        assert not remote._doors._doors
+        assert not remote._own
+        await until(lambda: asyncio.all_tasks() <= before, timeout_s=10.0)
+
+
 async def test_a_result_is_given_before_its_report() -> None:
     async with direct_pool(1) as (pool, url, _), RolloutPool.connect(url) as remote:
         live: list[int] = []
