@@ -295,6 +295,9 @@ async def test_a_streamed_completion_ends_as_openai_s_clients_expect() -> None:
         ({"prompt": [1], "stream": "false"}, "stream is true or false, not 'false'"),
         ({"prompt": [1], "return_token_ids": 1}, "return_token_ids is true or false, not 1"),
         ({"prompt": [1], "logprobs": "all"}, "logprobs is true, false or a number"),
+        ({"prompt": [1], "user": [1]}, "user is a text, not [1]"),
+        ({"prompt": [1], "metadata": {"trajectory_id": {"a": 1}}}, "trajectory_id is a text, not {'a': 1}"),
+        ({"prompt": [1], "metadata": {"group_id": True}}, "group_id is a text, not True"),
         ("x", "a JSON object"),
     ],
 )

@@ -100,12 +100,12 @@ def read_ask(kind: str, body: Any, headers: Mapping[str, str], tokenizer: Tokeni
         raise RequestRefusedError(message)
     _refuse_unusable(body)
     metadata = body.get("metadata") or {}
-    named = headers.get(TRAJECTORY_HEADER) or metadata.get("trajectory_id") or body.get("user")
-    trajectory_id = str(named or f"anonymous-{uuid.uuid4().hex}")
     try:
+        named = headers.get(TRAJECTORY_HEADER) or _name(metadata, "trajectory_id") or _name(body, "user")
+        trajectory_id = named or f"anonymous-{uuid.uuid4().hex}"
         return Ask(
             trajectory_id=trajectory_id,
-            group_id=str(headers.get(GROUP_HEADER) or metadata.get("group_id") or trajectory_id),
+            group_id=headers.get(GROUP_HEADER) or _name(metadata, "group_id") or trajectory_id,
             is_named=bool(named),
             has_examples=str(metadata.get("has_examples", "")).lower() == "true",
             is_streamed=_flag(body, "stream"),
@@ -229,6 +229,14 @@ def _has_logprobs(given: Any) -> bool:
         message = f"logprobs is true, false or a number, not {given!r:.80}"
         raise TypeError(message)
     return given is not None and given is not False
+
+
+def _name(fields: Mapping[str, Any], name: str) -> str:
+    given = fields.get(name)
+    if isinstance(given, bool) or not isinstance(given, str | int | None):
+        message = f"{name} is a text, not {given!r:.80}"
+        raise TypeError(message)
+    return "" if given is None else str(given)
 
 
 def _flag(body: Mapping[str, Any], name: str) -> bool:
