@@ -3,7 +3,7 @@
 Invariants:
 
 * One thread of its own runs the event loop; every call may come from any thread.
-* A call that is interrupted (Ctrl-C) cancels its turns before it raises.
+* A call that is interrupted (Ctrl-C) or runs over its ``timeout_s`` cancels its turns before it raises.
 * ``close`` ends turns, loop and thread; later calls raise ``TurnFailedError``. A program that ends without it is not kept alive.
 * Opening that is interrupted ends what it had started.
 """
@@ -21,11 +21,12 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from rose import pool as asynchronous
-from rose.errors import TurnFailedError
+from rose.errors import DeadlineExceededError, TurnFailedError
 from rose.types import EngineId, Turn, TurnResult, WeightVersion
 
 T = TypeVar("T")
 _CLOSE_S = 30.0
+_CANCEL_S = 2.0
 
 
 class RolloutPool:
@@ -67,7 +68,7 @@ class RolloutPool:
         """Run one turn to its end. Errors as of ``rose.RolloutPool.generate``.
 
         Raises:
-            TimeoutError: It was not done after ``timeout_s``; it is cancelled.
+            DeadlineExceededError: It was not done after ``timeout_s``; it is cancelled.
         """
         result: TurnResult = self.call(lambda pool: pool.generate(turn), timeout_s=timeout_s)
         return result
@@ -77,7 +78,7 @@ class RolloutPool:
 
         Raises:
             RoseError: Of the first turn that failed; the others are cancelled.
-            TimeoutError: Not all were done after ``timeout_s``; those left are cancelled.
+            DeadlineExceededError: Not all were done after ``timeout_s``; those left are cancelled.
         """
         wanted: Sequence[Turn] = list(turns)
         return self.call(lambda pool: _all(pool, wanted), timeout_s=timeout_s)
@@ -111,7 +112,7 @@ class RolloutPool:
 
         Raises:
             TurnFailedError: The pool was closed.
-            TimeoutError: It was not done after ``timeout_s``; it is cancelled.
+            DeadlineExceededError: It was not done after ``timeout_s``; it is cancelled.
         """
         if self._is_closed:
             message = "the pool was closed"
@@ -119,14 +120,20 @@ class RolloutPool:
         if threading.current_thread() is self._thread:
             message = "this would wait for itself: call the asynchronous pool on its own loop"
             raise RuntimeError(message)
-        future = asyncio.run_coroutine_threadsafe(self._run(work), self._loop)
+        ended = threading.Event()
+        future = asyncio.run_coroutine_threadsafe(self._run(work, ended), self._loop)
         try:
-            return future.result(timeout_s)
+            concurrent.futures.wait([future], timeout_s)
+            if not future.done():
+                message = f"this was not done after {timeout_s} s (timeout_s), and is cancelled; give it more time, or ask for less"
+                raise DeadlineExceededError(message)
+            return future.result()
         except concurrent.futures.CancelledError:
             message = "the pool was closed"
             raise TurnFailedError(message) from None
         finally:
-            future.cancel()
+            if future.cancel():
+                ended.wait(_CANCEL_S)
 
     def close(self) -> None:
         """End everything. Idempotent."""
@@ -188,8 +195,11 @@ class RolloutPool:
 
         opened.add_done_callback(end)
 
-    async def _run(self, work: Callable[[Any], Coroutine[Any, Any, T]]) -> T:
-        return await work(self._pool)
+    async def _run(self, work: Callable[[Any], Coroutine[Any, Any, T]], ended: threading.Event) -> T:
+        try:
+            return await work(self._pool)
+        finally:
+            ended.set()
 
 
 @contextlib.asynccontextmanager

@@ -51,6 +51,12 @@ CAP = 3
 NUM_HISTORIES = int(os.environ.get("ROSE_HISTORIES", "100"))
 MAX_SAMPLES = 4
 ERRORS = [EngineBusyError, RequestRefusedError, EngineLostError, EngineFencedError, EngineError, OSError]
+NONSENSE = [
+    None,
+    TokenChunk(token_ids=(None,), logprobs=(-1.0,)),
+    TokenChunk(token_ids=(1,), logprobs=(-1.0,), finish_reason="stop"),
+    TokenChunk(token_ids=(1,), logprobs=(-1.0,), version="r:1"),
+]
 CONSTRAINTS = st.one_of(
     st.just(AnyVersion()), st.builds(AtLeast, st.integers(0, 3)), st.builds(Exactly, st.integers(0, 3))
 )
@@ -349,6 +355,17 @@ class PoolMachine(RuleBasedStateMachine):
         if self.state.take(flight.attempt, chunk, self.now_s):
             self.apply()
         assert before[1] or flight.attempt.record.token_ids == before[0], "a late chunk was taken"
+
+    @rule(index=st.integers(0, 99), nonsense=st.sampled_from(NONSENSE))
+    def gives_no_chunk(self, index, nonsense):
+        flight = self.pick(index, lambda flight: flight.has_begun and not flight.has_ended and not flight.is_released)
+        if flight is None:
+            return
+        before = list(flight.attempt.record.token_ids)
+        if self.state.take(flight.attempt, nonsense, self.now_s):
+            self.apply()
+        assert not flight.attempt.is_open
+        assert flight.attempt.record.token_ids == before
 
     @rule(index=st.integers(0, 99), error=st.sampled_from(ERRORS))
     def fail(self, index, error):

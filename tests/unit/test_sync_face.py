@@ -64,9 +64,26 @@ def test_one_that_fails_cancels_the_others(slow: tuple[sync.RolloutPool, FakeEng
 
 def test_a_timeout_cancels(slow: tuple[sync.RolloutPool, FakeEngine]) -> None:
     pool, _ = slow
-    with pytest.raises(TimeoutError):
+    with pytest.raises(DeadlineExceededError, match=r"not done after 0\.02 s \(timeout_s\), and is cancelled"):
         pool.generate(turn(), timeout_s=0.02)
     assert pool.snapshot().num_live_turns == 0
+
+
+def test_a_call_that_ran_over_its_time_has_ended_when_it_raises() -> None:
+    ended = threading.Event()
+
+    async def slow_to_end(_pool: object) -> None:
+        try:
+            await asyncio.sleep(60.0)
+        finally:
+            for _ in range(50):
+                await asyncio.sleep(0)
+            ended.set()
+
+    with sync.RolloutPool(engines()) as pool:
+        with pytest.raises(DeadlineExceededError):
+            pool.call(slow_to_end, timeout_s=0.02)
+        assert ended.is_set()
 
 
 def test_ctrl_c_cancels(slow: tuple[sync.RolloutPool, FakeEngine]) -> None:
@@ -90,13 +107,13 @@ def test_ctrl_c_while_it_opens_ends_what_was_started() -> None:
 
     @contextlib.asynccontextmanager
     async def never() -> AsyncIterator[None]:
+        threading.Timer(0.1, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
         try:
             await asyncio.sleep(60.0)
             yield
         finally:
             ended.set()
 
-    threading.Timer(0.1, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
     with pytest.raises(KeyboardInterrupt):
         sync.RolloutPool.over(never)
     assert ended.is_set()

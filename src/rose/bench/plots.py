@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
-_SIZE = (7.0, 4.2)
+from rose.bench.figure_files import save_figure
+
 _PEERS = {
     "coo32_bytes": "COO32",
     "xor_zstd1_bytes": "XOR + zstd-1",
@@ -27,11 +28,7 @@ def draw_plots(out: Path, result: Mapping[str, Any]) -> tuple[Path, ...]:
         ("timeline", _draw_timeline, any(row["spans"] for row in result.get("links", {}).values())),
     ):
         if has:
-            figure = Figure(figsize=_SIZE, layout="constrained")
-            draw(figure.subplots(), result)
-            path = out / f"transfer-{name}.svg"
-            figure.savefig(path)
-            drawn.append(path)
+            drawn.append(save_figure(out / f"transfer-{name}.svg", partial(draw, result=result)))
     return tuple(drawn)
 
 

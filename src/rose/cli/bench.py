@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from rose.cli import bench_arguments as given
 from rose.cli import bench_coserve, bench_scheduler
 from rose.cli.bench_tables import bench_tables
+from rose.cli.parsers import add_output, add_parser
 from rose.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -52,15 +53,25 @@ def add_command(commands: Any, *, epilog: str) -> None:
         allow_abbrev=False,
     )
     kinds = bench.add_subparsers(metavar="WHAT", title="what", dest="what", required=True)
-    parser = kinds.add_parser(
+    parser = add_parser(
+        kinds,
         "transfer",
-        help="how new weights reach engines",
+        summary="how new weights reach engines",
         description=_DESCRIPTION,
         epilog=_EXAMPLES + _TABLE + epilog,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
-    weights = parser.add_argument_group("weights")
+    _add_weights(parser.add_argument_group("weights"))
+    _add_sync(parser.add_argument_group("sync"))
+    parser.add_argument_group("sections").add_argument(
+        "--only", metavar="SECTION,...", help="bytes, codec, peers, apply, redundancy, links, life-cycle (default: all)"
+    )
+    add_output(parser, files="transfer.json and, where matplotlib is installed, three figures")
+    parser.set_defaults(run=run)
+    bench_coserve.add_command(kinds, epilog=epilog)
+    bench_scheduler.add_command(kinds, epilog=epilog)
+
+
+def _add_weights(weights: argparse._ArgumentGroup) -> None:
     weights.add_argument(
         "--model",
         default="Qwen3-8B",
@@ -78,7 +89,9 @@ def add_command(commands: Any, *, epilog: str) -> None:
         "--sample", type=given.share, metavar="F", help="share of the decoder layers (default: about 0.8 GB of them)"
     )
     weights.add_argument("--seed", type=given.seed, default=0, metavar="N", help="of the weights (default: 0)")
-    where = parser.add_argument_group("sync")
+
+
+def _add_sync(where: argparse._ArgumentGroup) -> None:
     where.add_argument(
         "--link-gbps",
         type=_links,
@@ -93,17 +106,6 @@ def add_command(commands: Any, *, epilog: str) -> None:
         metavar="tpK[xM],...",
         help="engines: M of K ranks each (default: one of 4 ranks, or of 2 or 1 where the model cannot be cut so)",
     )
-    output = parser.add_argument_group("output")
-    output.add_argument(
-        "--only", metavar="SECTION,...", help="bytes, codec, peers, apply, redundancy, links, life-cycle (default: all)"
-    )
-    output.add_argument(
-        "--out", metavar="DIR", help="folder for transfer.json and, where matplotlib is installed, three figures"
-    )
-    output.add_argument("--json", action="store_true", help="print one JSON object, nothing else, on standard output")
-    parser.set_defaults(run=run)
-    bench_coserve.add_command(kinds, epilog=epilog)
-    bench_scheduler.add_command(kinds, epilog=epilog)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rose.cli import bench_arguments as given
+from rose.cli.parsers import add_output, add_parser
 from rose.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -63,13 +64,12 @@ _COUNTS: _Columns = (
 
 def add_command(kinds: Any, *, epilog: str) -> None:
     """Add ``coserve`` to what ``rose bench`` measures."""
-    parser = kinds.add_parser(
+    parser = add_parser(
+        kinds,
         "coserve",
-        help="what sharing a GPU costs serving and brings rollouts",
+        summary="what sharing a GPU costs serving and brings rollouts",
         description=_DESCRIPTION,
         epilog=_EXAMPLES + epilog,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     load = parser.add_argument_group("load")
     load.add_argument(
@@ -104,11 +104,7 @@ def add_command(kinds: Any, *, epilog: str) -> None:
         help="single figures: ledger, reclaim; with real engines yield, drain, watchdog, attached; all or none "
         "(default: live all, virtual the first two)",
     )
-    output = parser.add_argument_group("output")
-    output.add_argument(
-        "--out", metavar="DIR", help="folder for coserve.json and, where matplotlib is installed, figures"
-    )
-    output.add_argument("--json", action="store_true", help="print one JSON object, nothing else, on standard output")
+    add_output(parser, files="coserve.json and, where matplotlib is installed, figures")
     parser.set_defaults(run=run)
 
 

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rose.cli import bench_arguments as given
+from rose.cli.parsers import add_output, add_parser
 from rose.cli.stores import filled_path
 from rose.errors import ConfigError
 
@@ -49,13 +50,12 @@ _SINGLES = (
 
 def add_command(kinds: Any, *, epilog: str) -> None:
     """Add ``scheduler`` to what ``rose bench`` measures."""
-    parser = kinds.add_parser(
+    parser = add_parser(
+        kinds,
         "scheduler",
-        help="what routing costs and keeps, beside other routers",
+        summary="what routing costs and keeps, beside other routers",
         description=_DESCRIPTION,
         epilog=_EXAMPLES + epilog,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     what = parser.add_argument_group("what")
     what.add_argument(
@@ -68,11 +68,7 @@ def add_command(kinds: Any, *, epilog: str) -> None:
     what.add_argument("--rate", type=given.positive, metavar="R", help="turns a second of the open loops (default: 60)")
     what.add_argument("--rounds", type=given.count, metavar="N", help="rounds of the section gateway (default: 5)")
     what.add_argument("--seed", type=given.seed, default=0, metavar="N", help="of everything (default: 0)")
-    output = parser.add_argument_group("output")
-    output.add_argument(
-        "--out", metavar="DIR", help="folder for scheduler.json and, where matplotlib is installed, two figures"
-    )
-    output.add_argument("--json", action="store_true", help="print one JSON object, nothing else, on standard output")
+    add_output(parser, files="scheduler.json and, where matplotlib is installed, two figures")
     parser.set_defaults(run=run)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from rose.cli.parsers import add_parser
+
 _DESCRIPTION = """\
 Check an engine against the contract that the pool relies on: token round trip, log-probs, aborts, pauses, weight versions, budgets,
 refusals. Prints pass, fail (with what was seen) or cannot (with why) for each check; exit code 2 if one failed.
@@ -23,13 +25,12 @@ examples:
 
 def add_command(commands: Any, *, epilog: str) -> None:
     """Add ``check`` to the command line."""
-    parser = commands.add_parser(
+    parser = add_parser(
+        commands,
         "check",
-        help="whether an engine keeps the contract that the pool relies on",
+        summary="whether an engine keeps the contract that the pool relies on",
         description=_DESCRIPTION,
         epilog=_EXAMPLES + epilog,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument(
         "target", nargs="?", metavar="URL|CONFIG", help="where a server listens, or a TOML file that names a backend"

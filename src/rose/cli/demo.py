@@ -15,9 +15,10 @@ import attrs
 from rich.console import Console
 
 from rose import config as rose_config
+from rose.cli.parsers import add_parser, installing
 from rose.cli.signals import terminated_as_interrupted
 from rose.cli.tables import demo_table
-from rose.errors import BackendUnavailableError, ConfigError
+from rose.errors import ConfigError
 from rose.observe.live import LiveView
 from rose.reference.demo_config import TRAINERS, DemoConfig
 
@@ -58,13 +59,12 @@ _FLAGS = {
 
 def add_command(commands: Any, *, epilog: str) -> None:
     """Add ``demo`` to the command line."""
-    parser = commands.add_parser(
+    parser = add_parser(
+        commands,
         "demo",
-        help="one RL job with and without borrowed GPUs, on this machine",
+        summary="one RL job with and without borrowed GPUs, on this machine",
         description=_DESCRIPTION,
         epilog=_EXAMPLES + epilog,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     default = DemoConfig()
     load = parser.add_argument_group("serving load")
@@ -231,11 +231,6 @@ def _check_port(port: int, called: str) -> None:
 
 
 def _load_runner() -> Any:
-    try:
+    with installing("demo", what="the demo"):
         from rose.reference.demo import run_demo  # noqa: PLC0415 - loads the engines' libraries
-    except ImportError as error:
-        if isinstance(error, BackendUnavailableError) or (error.name or "rose").partition(".")[0] == "rose":
-            raise
-        message = f"the demo needs {error.name}, which cannot be imported ({error}); install it with: pip install 'rose-rl[demo]'"
-        raise BackendUnavailableError(message) from error
     return run_demo

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
+from rose.cli.parsers import add_parser
 from rose.cli.stores import TOKEN_VARIABLE, filled, filled_path, open_store, parse_size
 from rose.errors import ConfigError
 from rose.types import WeightVersion
@@ -33,13 +34,12 @@ examples:
 
 def add_command(commands: Any, *, epilog: str) -> None:
     """Add ``export`` to the command line."""
-    parser = commands.add_parser(
+    parser = add_parser(
+        commands,
         "export",
-        help="a published version as a checkpoint",
+        summary="a published version as a checkpoint",
         description=_DESCRIPTION,
         epilog=_EXAMPLES + epilog,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument(
         "--transport",

@@ -10,6 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
+from rose.cli.parsers import add_parser
 from rose.coserving.ledger import Ledger
 
 _EXAMPLES = """\
@@ -29,13 +30,12 @@ def add_command(commands: Any, *, epilog: str) -> None:
         allow_abbrev=False,
     )
     kinds = ledger.add_subparsers(metavar="WHAT", title="what", dest="what", required=True)
-    show = kinds.add_parser(
+    show = add_parser(
+        kinds,
         "show",
-        help="print all sections",
+        summary="print all sections",
         description="Print what serving, the rollout engine and the lender say of a device.",
         epilog=_EXAMPLES + epilog,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     show.add_argument("path", type=Path, metavar="PATH", help="the ledger file")
     show.add_argument(

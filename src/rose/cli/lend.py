@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rose import config as configuration
+from rose.cli.parsers import add_parser
 from rose.cli.signals import told_by_signals
 from rose.coserving.lease_sqlite import AuditReader
 from rose.coserving.lease_store import Switch, SwitchKind
@@ -66,13 +67,12 @@ Where CONFIG has tokens, one with access "control" is read from --token-file or 
 
 def add_command(commands: Any, *, epilog: str) -> None:
     """Add ``lend`` to the command line."""
-    parser = commands.add_parser(
+    parser = add_parser(
+        commands,
         "lend",
-        help="lend a serving cluster's devices to rollout jobs",
+        summary="lend a serving cluster's devices to rollout jobs",
         description=_DESCRIPTION,
         epilog=_EXAMPLES + epilog,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("config", type=Path, metavar="CONFIG", help="TOML file")
     parser.add_argument(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from rose.cli.parsers import add_parser
 from rose.cli.stores import TOKEN_VARIABLE
 
 _DESCRIPTION = """\
@@ -22,13 +23,12 @@ examples:
 
 def add_command(commands: Any, *, epilog: str) -> None:
     """Add ``lineage`` to the command line."""
-    parser = commands.add_parser(
+    parser = add_parser(
+        commands,
         "lineage",
-        help="from a token to the checksums of the weights that made it",
+        summary="from a token to the checksums of the weights that made it",
         description=_DESCRIPTION,
         epilog=_EXAMPLES + epilog,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("what", metavar="RUN:N|FILE", help="a version, or a file of turns (rose.observe.turns.TurnLog)")
     parser.add_argument(

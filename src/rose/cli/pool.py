@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rose.errors import BackendUnavailableError, ConfigError
+from rose.cli.parsers import add_parser, installing
 
 if TYPE_CHECKING:
     from rose.hosts.http.tokenizers import Tokenizer
@@ -36,13 +36,12 @@ examples:
 
 def add_command(commands: Any, *, epilog: str) -> None:
     """Add ``pool`` to the command line."""
-    parser = commands.add_parser(
+    parser = add_parser(
+        commands,
         "pool",
-        help="the pool of a job file as a service",
+        summary="the pool of a job file as a service",
         description=_DESCRIPTION,
         epilog=_EXAMPLES + epilog,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("job", type=Path, metavar="JOB", help="TOML file")
     parser.add_argument("--check", action="store_true", help="say what is wrong with JOB, start nothing")
@@ -51,13 +50,8 @@ def add_command(commands: Any, *, epilog: str) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Serve until a signal comes; returns the exit code."""
-    try:
+    with installing("http", what="rose pool"):
         from rose.hosts.job import JobConfig, load_job  # noqa: PLC0415 - loads aiohttp
-    except ImportError as error:
-        if isinstance(error, BackendUnavailableError) or (error.name or "rose").partition(".")[0] == "rose":
-            raise
-        message = f"rose pool needs {error.name}: pip install 'rose-rl[http]'"
-        raise BackendUnavailableError(message) from error
     config = load_job(JobConfig, arguments.job)
     tokenizer = _tokenizer(config)
     if arguments.check:
@@ -80,15 +74,6 @@ def _tokenizer(config: JobConfig) -> Tokenizer | None:
 
 
 def _check(path: Path, config: JobConfig) -> None:
-    from rose import registry  # noqa: PLC0415 - loads numpy
-
-    for name, engine in config.engines.items():
-        try:
-            if engine.backend is not None:
-                registry.check_name("serving", engine.backend)
-        except ConfigError as error:
-            message = f"{path}: engines.{name}.backend: {error}"
-            raise ConfigError(message) from error
     resources = config.resources
     num_own = sum(engine.count for engine in config.engines.values())
     print(  # noqa: T201 - this is the command line

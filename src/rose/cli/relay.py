@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
+from rose.cli.parsers import add_parser
 from rose.cli.signals import told_by_signals
 from rose.cli.stores import TOKEN_VARIABLE, check_reach, filled, filled_path, open_store, parse_place, parse_size
 from rose.errors import ConfigError, TransportError
@@ -60,13 +61,12 @@ class _Settings:
 
 def add_command(commands: Any, *, epilog: str) -> None:
     """Add ``relay`` to the command line."""
-    parser = commands.add_parser(
+    parser = add_parser(
+        commands,
         "relay",
-        help="one copy of the weights per serving cluster",
+        summary="one copy of the weights per serving cluster",
         description=_DESCRIPTION,
         epilog=_EXAMPLES + epilog,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument(
         "--upstream",

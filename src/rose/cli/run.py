@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
+from rose.cli.parsers import add_parser, installing
 from rose.cli.signals import terminated_as_interrupted
-from rose.errors import BackendUnavailableError, ConfigError
+from rose.errors import ConfigError
 
 if TYPE_CHECKING:
     from rose.reference.loop_config import RunConfig
@@ -41,13 +42,12 @@ examples:
 
 def add_command(commands: Any, *, epilog: str) -> None:
     """Add ``run`` to the command line."""
-    parser = commands.add_parser(
+    parser = add_parser(
+        commands,
         "run",
-        help="the reference RL loop on the pool of a job file",
+        summary="the reference RL loop on the pool of a job file",
         description=_DESCRIPTION,
         epilog=_EXAMPLES + epilog,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("job", type=Path, metavar="JOB", help="TOML file")
     parser.add_argument("--env", metavar="NAME", help=f"{', '.join(_ENVIRONMENTS)} or MODULE:CLASS, over loop.env")
@@ -67,13 +67,8 @@ def add_command(commands: Any, *, epilog: str) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the job to its end; returns the exit code."""
-    try:
+    with installing("http,fsdp", what="rose run"):
         from rose.reference.run import check_run, run_job, save_model  # noqa: PLC0415 - loads aiohttp
-    except ImportError as error:
-        if isinstance(error, BackendUnavailableError) or (error.name or "rose").partition(".")[0] == "rose":
-            raise
-        message = f"rose run needs {error.name}: pip install 'rose-rl[http,fsdp]'"
-        raise BackendUnavailableError(message) from error
     config = make_config(arguments)
     teller = _Teller(is_json=arguments.json)
     if arguments.check:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rose import config as configuration
+from rose.cli.parsers import add_parser
 from rose.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -37,13 +38,12 @@ examples:
 
 def add_command(commands: Any, *, epilog: str) -> None:
     """Add ``serve`` to the command line."""
-    parser = commands.add_parser(
+    parser = add_parser(
+        commands,
         "serve",
-        help="the co-serving executor of one device",
+        summary="the co-serving executor of one device",
         description=_DESCRIPTION,
         epilog=_EXAMPLES + epilog,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("config", metavar="CONFIG", help="TOML file")
     parser.add_argument("--check", action="store_true", help="check the configuration, start nothing")

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from rich.console import Console
 from rich.text import Text
 
+from rose.cli.parsers import add_parser
 from rose.cli.signals import told_by_signals
 from rose.cli.simulation_tables import plain_table
 from rose.errors import ConfigError
@@ -49,13 +50,12 @@ examples:
 
 def add_command(commands: Any, *, epilog: str) -> None:
     """Add ``shadow`` to the command line."""
-    parser = commands.add_parser(
+    parser = add_parser(
+        commands,
         "shadow",
-        help="what could be lent of a live engine, without lending",
+        summary="what could be lent of a live engine, without lending",
         description=_DESCRIPTION,
         epilog=_EXAMPLES + epilog,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument(
         "--metrics",

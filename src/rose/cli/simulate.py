@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.text import Text
 
+from rose.cli.parsers import add_parser
 from rose.cli.signals import terminated_as_interrupted
 from rose.cli.simulation_study import BASELINE, POLICY, Simulator, load_simulator, make_study
 from rose.cli.simulation_tables import StudyView, plain_table, study_table
@@ -48,13 +49,12 @@ examples:
 
 def add_command(commands: Any, *, epilog: str) -> None:
     """Add ``simulate`` to the command line."""
-    parser = commands.add_parser(
+    parser = add_parser(
+        commands,
         "simulate",
-        help="what borrowing would bring, in virtual time",
+        summary="what borrowing would bring, in virtual time",
         description=_DESCRIPTION,
         epilog=_EXAMPLES + epilog,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     _add_what(parser)
     study = parser.add_argument_group("study")

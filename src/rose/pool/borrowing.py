@@ -95,6 +95,7 @@ class Borrower:
             self._demand, self._look_s = PoolDemand(pool, tracker), tracker.config.look_s
         self._group = asyncio.TaskGroup()
         self._tasks: list[asyncio.Task[None]] = []
+        self._troubles: set[str] = set()
 
     async def __aenter__(self) -> Self:
         """Borrow as many devices as are wanted and the lender grants, up to one an engine.
@@ -152,7 +153,7 @@ class Borrower:
             lacking = wanted - self._loans.num_kept
             if lacking > 0 and (wanted > before or now_s >= asked_s + self._ask_again_s):
                 asked_s = now_s
-                with _excused("ask for devices"):
+                with self._excused("ask for devices"):
                     for loan in await self._desk.ask(lacking):
                         self._group.create_task(self._join(loan))
             elif lacking <= 0:
@@ -175,7 +176,8 @@ class Borrower:
             await _wake(engine)
             await self._pool.add_engine(engine, EngineKind.BORROWED, lease_id=loan.leases[0].lease_id)
         except EngineError as error:
-            _logger.warning("device %s is given back: %s", "+".join(loan.device_ids), error)
+            level = logging.INFO if loan.num_failures else logging.WARNING  # once for an engine that starts anew
+            _logger.log(level, "device %s is given back: %s", "+".join(loan.device_ids), error)
             await self._give_up(loan)
             await self._take_out(loan, "it does not answer")
             return
@@ -240,7 +242,7 @@ class Borrower:
                 self._group.create_task(self._take_out(loan, "it was lost"))
         due = [lease.lease_id for lease in self._loans.leases if not lease.is_revoking]
         if due:
-            with _excused("renew leases"):
+            with self._excused("renew leases"):
                 self._reconcile(await self._desk.source.renew(self._job, due), due)
         now_s = self._clock.now()
         self._end([loan for loan in self._loans if loan.expires_s <= now_s])
@@ -272,6 +274,17 @@ class Borrower:
                 if loan.is_revoking and not was_revoking:
                     self._group.create_task(self._drain(loan, "the lender asked its device back"))
         self._end(over)
+
+    @contextlib.contextmanager
+    def _excused(self, what: str) -> Iterator[None]:
+        """Let what the lender cannot do at the moment wait for the next time; that is said once."""
+        try:
+            yield
+        except PASSING as error:
+            _logger.log(logging.INFO if what in self._troubles else logging.WARNING, "cannot %s now: %s", what, error)
+            self._troubles.add(what)
+        else:
+            self._troubles.discard(what)
 
     def _end(self, loans: Iterable[Loan]) -> None:
         """Take engines out of whose leases one is over, and give back what is left of those."""
@@ -305,12 +318,3 @@ def _latest(lease: Lease, told: Lease | None) -> Lease:
     if told is None or told.is_revoking:
         return told or lease
     return attrs.evolve(told, expires_s=max(told.expires_s, lease.expires_s))
-
-
-@contextlib.contextmanager
-def _excused(what: str) -> Iterator[None]:
-    """Let what the lender cannot do at the moment wait for the next time."""
-    try:
-        yield
-    except PASSING as error:
-        _logger.warning("cannot %s now: %s", what, error)

@@ -63,7 +63,7 @@ class PoolConfig:
         rejoin_s: A lost dedicated engine is read again after this time, doubled up to ``rejoin_max_s`` while it does not answer; one that
             does joins anew, stale until its weights are acknowledged. ``None``: it stays lost. Borrowed ones are the borrower's.
         rejoin_max_s: The longest of these times.
-        stage_timeout_s: How long planning and staging a weight update may take on one engine.
+        stage_timeout_s: How long staging a weight update may take on one engine, and planning it, that on the event loop's time.
         activate_timeout_s: How long activating it may take.
         weight_pull: When borrowed engines fetch a new version, where the source of the weights knows what that costs.
         pull: Terms of ``economic``.

@@ -15,9 +15,10 @@ import asyncio
 import logging
 import math
 from collections.abc import AsyncIterator, Callable, Coroutine
-from typing import Any
+from typing import Any, TypeVar
 
-from rose.errors import DeadlineExceededError, EngineError, EngineLostError, RoseError
+from rose.checks import shown
+from rose.errors import DeadlineExceededError, EngineError, EngineLostError, RoseError, TurnFailedError
 from rose.interfaces import Clock
 from rose.policies.routing import EngineState
 from rose.pool.actions import TIME_EPSILON_S, SettleTurn, StartAttempt, StopAttempt
@@ -29,9 +30,10 @@ from rose.pool.sources import open_stream
 from rose.pool.state import PoolState
 from rose.pool.timing import within
 from rose.pool.turns import Attempt
-from rose.types import EngineSnapshot, TokenChunk, TurnResult
+from rose.types import EngineSnapshot, TokenChunk, WeightVersion
 
 _logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 class Driver:
@@ -57,10 +59,19 @@ class Driver:
         self._alarm: asyncio.Task[None] | None = None
         self._alarm_s = 0.0
         self._free: dict[Member, asyncio.Event] = {}
-        self._barriers: dict[Barrier, asyncio.Event] = {}
+        self._barriers: dict[Barrier, asyncio.Future[None]] = {}
+        self._was_started = False
 
     async def start(self) -> None:
-        """Begin; in the task that will call ``stop``."""
+        """Begin; in the task that will call ``stop``.
+
+        Raises:
+            TurnFailedError: It began before.
+        """
+        if self._was_started:
+            message = "a pool is opened once, and this one is or was; make another RolloutPool of the same engines"
+            raise TurnFailedError(message)
+        self._was_started = True
         await self._tasks.__aenter__()
         self.is_open = True
 
@@ -69,6 +80,8 @@ class Driver:
         self.is_open = False
         self._state.close(self._clock.now())
         self.apply()
+        for passed in self._barriers.values():
+            _settle(passed, TurnFailedError("the pool was closed"))
         try:
             if self._stops:
                 # On the loop's time: the pool's clock may stand still while it is closed.
@@ -97,7 +110,7 @@ class Driver:
             if member in self._free:
                 self._free.pop(member).set()
         for barrier in [each for each in self._barriers if each.is_passed(self._state.engines, self._state.live)]:
-            self._barriers.pop(barrier).set()
+            _settle(self._barriers.pop(barrier), None)
         self._set_alarm()
 
     async def _pump(self, attempt: Attempt) -> None:
@@ -128,6 +141,18 @@ class Driver:
                 return error
             if self._state.take(attempt, chunk, self._clock.now()):
                 self.apply()
+            if not attempt.is_open:
+                return await self._drain(attempt, stream)
+
+    async def _drain(self, attempt: Attempt, stream: AsyncIterator[TokenChunk]) -> Exception:
+        """Let a stream end whose attempt is over, for ``reading_timeout_s`` on the loop's time at most; nobody takes what it still says."""
+        try:
+            async with asyncio.timeout(self._config.reading_timeout_s):
+                async for _ in stream:
+                    pass
+        except Exception as error:  # noqa: BLE001 - the root of a task: the attempt is over whatever comes
+            return error
+        return EngineError(f"the attempt on engine {attempt.engine_id!r} is over")
 
     def _give_up(self, attempt: Attempt) -> None:
         if attempt.is_started:
@@ -166,9 +191,14 @@ class Driver:
         """
         what = f"reading engine {member.engine_id!r}"
         try:
-            return await within(self._clock, member.engine.snapshot(), self._config.reading_timeout_s, what=what)
+            reading = await within(self._clock, member.engine.snapshot(), self._config.reading_timeout_s, what=what)
         except DeadlineExceededError as error:
             raise EngineLostError(str(error)) from error
+        given: object = reading
+        if not isinstance(given, EngineSnapshot) or not isinstance(given.weight_version, WeightVersion | None):
+            message = f"engine {member.engine_id!r} gave {shown(given)} as a reading, not an EngineSnapshot with a WeightVersion or None"
+            raise EngineLostError(message)
+        return reading
 
     async def watch(self, member: Member) -> None:
         """Read an engine's load and health until it leaves or is lost."""
@@ -252,11 +282,13 @@ class Driver:
 
         Raises:
             DeadlineExceededError: It was not after ``timeout_s``; says what holds it up.
+            TurnFailedError: The pool was closed.
         """
         engines = self._state.engines
         if barrier.is_passed(engines, self._state.live):
             return
-        passed = self._barriers.setdefault(barrier, asyncio.Event()).wait()
+        passed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._barriers[barrier] = passed
         try:
             await (passed if timeout_s is None else within(self._clock, passed, timeout_s, what="the barrier"))
         except DeadlineExceededError as error:
@@ -270,7 +302,7 @@ def _ignore(_member: Member) -> None:
     """Do nothing."""
 
 
-def _settle(waiter: asyncio.Future[TurnResult], outcome: TurnResult | RoseError) -> None:
+def _settle(waiter: asyncio.Future[T], outcome: T | RoseError) -> None:
     if waiter.done():
         return
     if isinstance(outcome, RoseError):

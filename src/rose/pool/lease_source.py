@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 import attrs
 
 from rose.coserving.lender import LeaseChange, LeaseEvent, Lender
-from rose.policies.lending import Lease
-from rose.types import DeviceId, JobId, LeaseId
+from rose.policies.lending import Ask, Lease
+from rose.types import JobId, LeaseId
 
 _NOTABLE = frozenset({LeaseChange.REVOKING, LeaseChange.REVOKED, LeaseChange.EXPIRED, LeaseChange.RELEASED})
 
@@ -29,17 +29,8 @@ class LeaseSource(Protocol):
     Every method may raise ``TransportError``: the lender cannot be reached now.
     """
 
-    async def ask(
-        self,
-        job: JobId,
-        num_devices: int,
-        *,
-        model: str | None = None,
-        devices: Collection[DeviceId] | None = None,
-        but: Collection[DeviceId] = (),
-        is_whole: bool = False,
-    ) -> Sequence[Lease]:
-        """Ask for more devices; see ``rose.coserving.lender.Lender.grant``."""
+    async def ask(self, ask: Ask) -> Sequence[Lease]:
+        """Ask for more devices; see ``rose.coserving.lender.Lender.grant``; none for ``num_devices`` 0, which takes back what the job still wished for."""
 
     async def renew(self, job: JobId, lease_ids: Sequence[LeaseId]) -> Sequence[Lease]:
         """Extend leases; returns those of them that are in force. Those that are asked back are not extended."""
@@ -62,18 +53,9 @@ class LocalLender:
 
     lender: Lender
 
-    async def ask(
-        self,
-        job: JobId,
-        num_devices: int,
-        *,
-        model: str | None = None,
-        devices: Collection[DeviceId] | None = None,
-        but: Collection[DeviceId] = (),
-        is_whole: bool = False,
-    ) -> Sequence[Lease]:
+    async def ask(self, ask: Ask) -> Sequence[Lease]:
         """Ask for more devices."""
-        return self.lender.grant(job, num_devices, model=model, devices=devices, but=but, is_whole=is_whole)
+        return self.lender.grant_all([ask])
 
     async def renew(self, job: JobId, lease_ids: Sequence[LeaseId]) -> Sequence[Lease]:  # noqa: ARG002
         """Extend leases."""

@@ -11,6 +11,7 @@ from collections.abc import Collection
 
 from rose.errors import ConfigError, LeaseError, LedgerError, TransportError
 from rose.interfaces import Clock
+from rose.policies.lending import Ask
 from rose.pool.lease_source import LeaseSource
 from rose.pool.loans import Loan, Loans
 from rose.types import DeviceId, JobId, LeaseId
@@ -89,9 +90,15 @@ class LoanDesk:
     ) -> list[Loan]:
         """Ask for devices, all or none where one engine needs them; notes what was granted, gives back what is of no use."""
         number = num_devices if devices is None else min(num_devices, len(devices))
-        leases = await self.source.ask(
-            self._job, number, model=self._model, devices=devices, but=but, is_whole=gang is not None
+        ask = Ask(
+            job=self._job,
+            num_devices=number,
+            model=self._model,
+            devices=None if devices is None else frozenset(devices),
+            but=frozenset(but),
+            is_whole=gang is not None,
         )
+        leases = await self.source.ask(ask)
         granted: list[Loan] = []
         useless: list[LeaseId] = []
         for lease in leases:
@@ -109,7 +116,7 @@ class LoanDesk:
     async def forget_wish(self) -> None:
         """Let the lender keep nothing for the job that it did not get."""
         with contextlib.suppress(*PASSING):
-            await self.source.ask(self._job, 0)
+            await self.source.ask(Ask(job=self._job, num_devices=0))
             self.has_wish = False
 
     async def release(self, *loans: Loan) -> None:

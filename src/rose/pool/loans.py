@@ -16,7 +16,7 @@ from rose.types import DeviceId, EngineKind, HopEnd, LeaseId
 EngineFactory = Callable[[DeviceId], ServingEngine | None]
 """Gives the rollout engine that waits on a device; ``None`` where the job has none."""
 Engines = Mapping[DeviceId, ServingEngine] | Mapping[DeviceId | tuple[DeviceId, ...], ServingEngine] | EngineFactory
-_MOST_BACKOFF = 64
+_MOST_BACKOFF = 8
 _NO_ACCOUNT = EngineAccount(kind=EngineKind.BORROWED)
 
 

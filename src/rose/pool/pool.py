@@ -207,6 +207,7 @@ class RolloutPool:
 
         Raises:
             DeadlineExceededError: Something older was under way for ``timeout_s``; the message names it.
+            TurnFailedError: The pool was closed.
             TypeError: ``version`` is no ``WeightVersion``.
         """
         self._check_open()
@@ -260,8 +261,10 @@ class RolloutPool:
             at_s: When, on the pool's clock; now unless given.
 
         Raises:
-            ValueError: The number is negative.
+            TypeError: The number is none.
+            ValueError: It is negative.
         """
+        check_type("num_trajectories", num_trajectories, int)
         if num_trajectories < 0:
             message = f"num_trajectories must be >= 0, got {num_trajectories}"
             raise ValueError(message)
@@ -321,14 +324,14 @@ class RolloutPool:
         member = self._state.lifecycle.join(engine, kind, lease_id, self._clock.now())
         try:
             reading = await self._driver.read(member)
+            self._check_open()
+            self._state.lifecycle.joined(member, reading, self._clock.now())
         except BaseException as error:
             self._state.lifecycle.fall_out(
                 member, EngineState.LOST, f"it did not answer when it joined: {error}", self._clock.now()
             )
             self._driver.apply()
             raise
-        self._check_open()
-        self._state.lifecycle.joined(member, reading, self._clock.now())
         self._driver.apply()
         self._driver.spawn(self._driver.watch(member))
         if member.state is EngineState.STALE:
@@ -378,7 +381,12 @@ class RolloutPool:
     # Beginning and end.
 
     async def __aenter__(self) -> Self:
-        """Take the first engines in. One that does not answer is lost (and asked again, ``rejoin_s``), unless none answers."""
+        """Take the first engines in. One that does not answer is lost (and asked again, ``rejoin_s``), unless none answers.
+
+        Raises:
+            EngineLostError: None answers.
+            TurnFailedError: The pool was opened before.
+        """
         await self._driver.start()
         try:
             await self._add_first_engines()

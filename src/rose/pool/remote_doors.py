@@ -8,7 +8,6 @@ Invariants:
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import urllib.parse
 from collections import OrderedDict
@@ -76,9 +75,10 @@ class Doors:
             await self._close_idle()
 
     async def close(self) -> None:
-        """Close all connections."""
-        doors, self._doors = self._doors, OrderedDict()
-        await asyncio.gather(*(door.engine.close() for door in doors.values()))
+        """Close all connections, each of them also when that is cancelled: one after the other, since a task might never begin."""
+        async with contextlib.AsyncExitStack() as stack:
+            while self._doors:
+                stack.push_async_callback(self._doors.popitem()[1].engine.close)
 
     def _open(self, start: Start) -> ServingEngine:
         if start.address is None:

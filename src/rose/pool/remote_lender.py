@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 from rose.clocks import MonotonicClock
 from rose.errors import BackendUnavailableError, ConfigError, EngineError, LeaseError, TransportError
 from rose.interfaces import Clock
-from rose.policies.lending import Lease
+from rose.policies.lending import Ask, Lease
 from rose.types import DeviceId, JobId, LeaseId
 
 if TYPE_CHECKING:
@@ -38,30 +38,21 @@ class RemoteLender:
         self._clock = clock or MonotonicClock()
         self._timeout_s = timeout_s
 
-    async def ask(
-        self,
-        job: JobId,
-        num_devices: int,
-        *,
-        model: str | None = None,
-        devices: Collection[DeviceId] | None = None,
-        but: Collection[DeviceId] = (),
-        is_whole: bool = False,
-    ) -> Sequence[Lease]:
+    async def ask(self, ask: Ask) -> Sequence[Lease]:
         """Ask for more devices; see ``rose.coserving.lender.Lender.grant``.
 
         Raises:
             ConfigError: The token is none, or not this job's.
             TransportError: The lender cannot be reached.
         """
-        body: dict[str, Any] = {"num_devices": num_devices, "is_whole": is_whole}
-        if model is not None:
-            body["model"] = model
-        if devices is not None:
-            body["devices"] = sorted(devices)
-        if but:
-            body["but"] = sorted(but)
-        return await self._leases("grant", job, body)
+        body: dict[str, Any] = {"num_devices": ask.num_devices, "is_whole": ask.is_whole}
+        if ask.model is not None:
+            body["model"] = ask.model
+        if ask.devices is not None:
+            body["devices"] = sorted(ask.devices)
+        if ask.but:
+            body["but"] = sorted(ask.but)
+        return await self._leases("grant", ask.job, body)
 
     async def renew(self, job: JobId, lease_ids: Sequence[LeaseId]) -> Sequence[Lease]:
         """Extend leases; returns those of them that are in force.

@@ -19,7 +19,7 @@ from typing import Any
 
 import aiohttp
 
-from rose.backends.remote.wire import compact
+from rose.backends.remote.wire import bearer, compact
 from rose.errors import ConfigError, RoseError, TransportError
 from rose.pool import direct
 
@@ -55,9 +55,7 @@ class Link:
         reconnect_s: float,
     ) -> None:
         self._url = url
-        self._headers = {direct.SESSION_HEADER: session_id}
-        if token is not None:
-            self._headers["Authorization"] = f"Bearer {token}"
+        self._headers = {direct.SESSION_HEADER: session_id, **bearer(token)}
         self._on_message = on_message
         self._on_open = on_open
         self._on_down = on_down

@@ -32,7 +32,7 @@ from rose.pool.remote_turns import RemoteCall
 from rose.pool.statistics import PoolStatistics
 from rose.pool.weights import SyncReport
 from rose.pool.wire import error_from_plain, from_plain
-from rose.types import EngineId, EngineRequest, TokenChunk, Turn, TurnResult
+from rose.types import EngineId, EngineRequest, TokenChunk, Turn, TurnResult, WeightVersion
 
 _logger = logging.getLogger(__name__)
 _RECONNECT_S = 30.0
@@ -48,7 +48,7 @@ class RemotePool:
         reconnect_s: How long a broken connection is tried again before the calls that wait for it fail.
 
     Raises:
-        ConfigError: ``url`` is none.
+        ConfigError: ``url`` is none, or ``token`` can be none.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class RemotePool:
         self._has_calls = asyncio.Event()
         self._has_news = asyncio.Event()
         self._refused: RoseError | None = None
-        self._is_open = False
+        self._is_open = self._was_opened = False
 
     async def generate(self, turn: Turn) -> TurnResult:
         """Run one turn to its end, wherever that takes it. Arguments and errors as of ``RolloutPool.generate``.
@@ -100,8 +100,9 @@ class RemotePool:
             await self._link.send(direct.submit_to_wire(turn_id, turn))
             engine_wire.PREPARED.prepare(turn.prompt_ids)  # while the pool decides
             return await waiter
-        except asyncio.CancelledError as error:
-            vars(error)["partial"] = call.partial()
+        except BaseException as error:
+            if isinstance(error, asyncio.CancelledError):
+                vars(error)["partial"] = call.partial()
             self._drop(call)
             raise
 
@@ -116,6 +117,7 @@ class RemotePool:
             TransportError: The pool cannot be reached, or the transport cannot from there.
         """
         check_type("source", source, Transport)
+        self._check_open()
         address = source.address()
         body = {"address": {"name": address.name, **dict(address.options)}}
         data = await self._client.call("POST", "/v1/sync", body, timeout_s=math.inf)
@@ -123,6 +125,24 @@ class RemotePool:
         report: SyncReport = from_plain(SyncReport, {**data, "errors": {}})
         report.errors.update(errors)  # type: ignore[attr-defined] # a dict of ours
         return report
+
+    async def barrier(self, version: WeightVersion, *, timeout_s: float | None = None) -> None:
+        """Wait until nothing of older weights is under way, of any client. See ``RolloutPool.barrier``.
+
+        Args:
+            version: The oldest weights that are still wanted.
+            timeout_s: How long to wait, on the pool's clock; ``None``: for ever.
+
+        Raises:
+            DeadlineExceededError: Something older was under way for ``timeout_s``; the message names it.
+            TransportError: The pool was lost meanwhile; ask again.
+            TypeError: ``version`` is no ``WeightVersion``.
+        """
+        check_type("version", version, WeightVersion)
+        self._check_open()
+        await self._client.call(
+            "POST", "/v1/barrier", {"version": str(version), "timeout_s": timeout_s}, timeout_s=math.inf
+        )
 
     async def snapshot(self) -> PoolSnapshot:
         """Read the pool's state; a call to the pool, so it is awaited here."""
@@ -147,7 +167,12 @@ class RemotePool:
         Raises:
             TransportError: The pool does not answer within ``timeout_s``.
             ConfigError: It refuses this client.
+            TurnFailedError: It was connected before.
         """
+        if self._was_opened:
+            message = "a connection to a pool is opened once; call rose.RolloutPool.connect again"
+            raise TurnFailedError(message)
+        self._was_opened = True
         await self._tasks.__aenter__()
         try:
             self._spawn(self._link.run())
@@ -273,14 +298,19 @@ class RemotePool:
         raise self._link.last_error or TransportError(message)
 
     async def _close(self) -> None:
-        await self._link.close()
+        async with contextlib.AsyncExitStack() as stack:  # each is done, whatever cancels another
+            stack.push_async_callback(self._client.close)
+            stack.push_async_callback(self._doors.close)
+            stack.push_async_callback(self._tasks.__aexit__, None, None, None)
+            stack.callback(self._cancel_own)
+            stack.push_async_callback(self._link.close)
+
+    def _cancel_own(self) -> None:
         for task in list(self._own):
             task.cancel()
-        await self._tasks.__aexit__(None, None, None)
-        await self._doors.close()
-        await self._client.close()
 
     async def _status(self) -> Any:
+        self._check_open()
         return await self._client.call("GET", "/v1/pool")
 
     def _check_open(self) -> None:

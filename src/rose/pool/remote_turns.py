@@ -20,7 +20,7 @@ from rose.errors import EngineError, RoseError, TurnFailedError
 from rose.policies.staleness import is_admissible
 from rose.pool import direct
 from rose.pool.sources import chunks_from
-from rose.pool.turns import TurnRecord
+from rose.pool.turns import TurnRecord, check_chunk
 from rose.pool.wire import error_from_plain, error_to_plain
 from rose.types import EngineId, EngineRequest, FinishReason, Hop, HopEnd, TokenChunk, Turn, TurnResult
 
@@ -75,17 +75,18 @@ class RemoteCall:
     def take(self, chunk: TokenChunk) -> bool:
         """Take a chunk; returns whether the pool must hear of it at once: the stream is over, or should be."""
         assert self.start is not None  # noqa: S101 - a stream has begun
-        if chunk.token_ids:
-            version = self.start.version if chunk.version is None else chunk.version
-            self._is_labelled = self._is_labelled and (chunk.version is not None or self.start.version is None)
-            is_allowed = is_admissible(self.start.versions, version, self.start.run)
-            try:
+        try:
+            check_chunk(chunk)
+            if chunk.token_ids:
+                version = self.start.version if chunk.version is None else chunk.version
+                self._is_labelled = self._is_labelled and (chunk.version is not None or self.start.version is None)
+                is_allowed = is_admissible(self.start.versions, version, self.start.run)
                 num_taken = self.record.take(chunk, chunk.version)
-            except EngineError as error:
-                self.fail(error)
-                return True
-            if not is_allowed or num_taken < len(chunk.token_ids):
-                return True  # without an end: what comes of it is the pool's to say
+                if not is_allowed or num_taken < len(chunk.token_ids):
+                    return True  # without an end: what comes of it is the pool's to say
+        except EngineError as error:
+            self.fail(error)
+            return True
         self.end = chunk.finish_reason
         return self.end is not None
 

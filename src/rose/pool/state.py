@@ -49,7 +49,7 @@ from rose.pool.search import Search
 from rose.pool.sources import TokenSource
 from rose.pool.starvation import Starvation
 from rose.pool.statistics import Recorder
-from rose.pool.turns import Attempt, Progress, TurnRecord
+from rose.pool.turns import Attempt, Progress, TurnRecord, check_chunk
 from rose.pool.waiting import TrajectoryMemory, WaitingQueue
 from rose.types import (
     EngineKind,
@@ -154,12 +154,14 @@ class PoolState:
         if not attempt.is_open:
             return False
         record, member = attempt.record, attempt.member
-        is_over = chunk.finish_reason is not None
-        version = member.version if chunk.version is None else chunk.version
-        if chunk.token_ids and not is_admissible(record.versions, version, self.engines.index.run):
-            self._move_on(attempt, HopEnd.ABORTED, now_s, is_over=is_over)
-            return True
+        is_over = False
         try:
+            check_chunk(chunk)
+            is_over = chunk.finish_reason is not None
+            version = member.version if chunk.version is None else chunk.version
+            if chunk.token_ids and not is_admissible(record.versions, version, self.engines.index.run):
+                self._move_on(attempt, HopEnd.ABORTED, now_s, is_over=is_over)
+                return True
             taken = record.take(chunk, version)
         except EngineError as error:
             self._break_off(attempt, str(error), now_s, is_over=is_over)

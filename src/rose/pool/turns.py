@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from rose.pool.sources import TokenSource
 
 
+_SEQUENCES, _INTEGERS, _NUMBERS = frozenset({tuple, list}), frozenset({int}), (float, int)
 _FAILED = frozenset({HopEnd.LOST, HopEnd.REFUSED, HopEnd.STALLED})
 
 Demand = tuple[VersionConstraint, bool, str | None, bool, bool]
@@ -216,7 +217,7 @@ class TurnRecord:
             if len(chunk.logprobs) != len(token_ids):
                 message = f"{len(token_ids)} tokens came with {len(chunk.logprobs)} log-probs"
                 raise EngineError(message)
-            _check_logprobs(chunk.logprobs)
+            check_logprobs(chunk.logprobs)
             self.logprobs.extend(chunk.logprobs[:taken])
         self._extend_spans(version, len(self.token_ids), len(self.token_ids) + taken)
         self.token_ids.extend(token_ids[:taken])
@@ -248,16 +249,42 @@ class TurnRecord:
         )
 
 
-def _check_logprobs(logprobs: tuple[float, ...]) -> None:
-    """Refuse what is no log of a probability; a missing one must never be filled in."""
-    value: Any = None
-    try:
-        for value in logprobs:
-            if not -math.inf < value <= 0:
-                break
-        else:
-            return
-    except TypeError:
-        pass  # None, for instance
-    message = f"a token came with a log-prob that is no log of a probability: {shown(value)}"
+def check_chunk(chunk: TokenChunk) -> None:
+    """Refuse what is no chunk of tokens: an engine's mistake must end its attempt, not be found in the middle of the pool.
+
+    Raises:
+        EngineError: It is none; says what it is.
+    """
+    given: Any = chunk
+    if not isinstance(given, TokenChunk):
+        message = f"it gave {shown(given)} in place of a TokenChunk"
+        raise EngineError(message)
+    fields: tuple[Any, ...] = given.token_ids, given.logprobs, given.version, given.finish_reason
+    ids, logprobs, version, reason = fields
+    if type(ids) not in _SEQUENCES or type(logprobs) not in _SEQUENCES:
+        message = f"token_ids and logprobs of a TokenChunk are tuples, got {shown(ids)} and {shown(logprobs)}"
+    elif not set(map(type, ids)) <= _INTEGERS:
+        wrong = next(token for token in ids if type(token) is not int)
+        message = f"token ids are plain integers (an array's tolist() gives them), got {shown(wrong)}"
+    elif version is not None and not isinstance(version, WeightVersion):
+        message = f"the version of a TokenChunk is a WeightVersion or None, got {shown(version)}"
+    elif reason is not None and not isinstance(reason, FinishReason):
+        message = f"the finish_reason of a TokenChunk is a FinishReason or None, got {shown(reason)}"
+    else:
+        return
     raise EngineError(message)
+
+
+def check_logprobs(logprobs: tuple[float, ...]) -> None:
+    """Refuse what is no log of a probability; a missing one must never be filled in.
+
+    Raises:
+        EngineError: One is none, or no plain number.
+    """
+    value: Any
+    for value in logprobs:
+        if not isinstance(value, _NUMBERS) or not -math.inf < value <= 0:
+            message = (
+                f"a token came with a log-prob that is no log of a probability, a plain number <= 0: {shown(value)}"
+            )
+            raise EngineError(message)

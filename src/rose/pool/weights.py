@@ -206,9 +206,10 @@ class WeightSync:
         known = None if member.state is EngineState.FENCED else member.version
         assert isinstance(source, SupportsPullCost)  # noqa: S101 - the caller has looked
         try:
-            update = await source.plan(known)
-            return None if update is None else (update, await source.cost(update))
-        except RoseError:
+            update = await self._plan(source, known)
+            async with asyncio.timeout(self._config.stage_timeout_s):
+                return None if update is None else (update, await source.cost(update))
+        except (RoseError, TimeoutError):
             return None
 
     async def _acknowledge(self, source: UpdateSource) -> None:
@@ -224,29 +225,46 @@ class WeightSync:
             version = None if member.state is EngineState.FENCED else member.version
             acks[member.engine_id] = Ack(version=version, expires_unix_s=now_unix_s + rest_s)
         try:
-            await source.acknowledge(acks)
-        except (TransportError, TransferError) as error:
-            _logger.warning("acknowledgements could not be told to the publisher: %s", error)
+            async with asyncio.timeout(self._config.stage_timeout_s):
+                await source.acknowledge(acks)
+        except (TransportError, TransferError, TimeoutError) as error:
+            _logger.warning(
+                "acknowledgements could not be told to the publisher: %s", str(error) or type(error).__name__
+            )
 
     async def _stage(self, job: _Job, source: UpdateSource) -> None:
         member = job.member
         known = None if member.state is EngineState.FENCED else member.version
         try:
-            job.update = await source.plan(known)
+            job.update = await self._plan(source, known)
             if job.update is None and member.state is not EngineState.READY:
-                known, job.update = None, await source.plan(None)
+                known, job.update = None, await self._plan(source, None)
             if job.update is None:
                 return
             try:
                 await self._stage_in_time(member, job.update)
             except (VersionConflictError, BlobNotFoundError, CorruptUpdateError, EngineFencedError):
-                job.update = None if known is None else await source.plan(None)
+                job.update = None if known is None else await self._plan(source, None)
                 if job.update is None:
                     raise
                 await self._stage_in_time(member, job.update)
         except Exception as error:  # noqa: BLE001 - the root of a task: one engine's failure must not stop the others
             job.error = error
             self._leave_out(member, error)
+
+    async def _plan(self, source: UpdateSource, known: WeightVersion | None) -> WeightUpdate | None:
+        """Plan an update; bounded on the loop's time, since sources plan in threads, which a pool's clock may outrun.
+
+        Raises:
+            TransportError: The source does not answer in time; that says nothing about the engine.
+        """
+        limit_s = self._config.stage_timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                return await source.plan(known)
+        except TimeoutError as error:
+            message = f"planning an update was not done after {limit_s} s (stage_timeout_s); is the store of the updates alive?"
+            raise TransportError(message) from error
 
     async def _stage_in_time(self, member: Member, update: WeightUpdate) -> None:
         what = f"staging {update.target} on engine {member.engine_id!r}"

@@ -122,6 +122,9 @@ def other_fields(data: Mapping[str, Any]) -> dict[str, Any]:
     if unknown:
         message = f"unknown: {', '.join(sorted(unknown))}"
         raise ValueError(message)
+    if missing := {"trajectory_id", "group_id"} - set(data):
+        message = f"missing: {', '.join(sorted(missing))}"
+        raise ValueError(message)
     return {name: from_plain(hints[name], value) for name, value in data.items()}
 
 
@@ -149,11 +152,16 @@ def result_from_wire(data: Any) -> TurnResult:
 
 
 def _sampling(data: Any) -> Sampling:
-    fields = dict(data)
-    if unknown := set(fields) - set(_hints(Sampling)):
+    if not isinstance(data, Mapping):
+        message = f"sampling is an object, not {data!r:.80}"
+        raise TypeError(message)
+    if unknown := set(data) - set(_hints(Sampling)):
         message = f"unknown in sampling: {', '.join(sorted(unknown))}"
         raise ValueError(message)
-    return Sampling(**fields)
+    if "max_tokens" not in data:
+        message = "sampling has no max_tokens"
+        raise ValueError(message)
+    return Sampling(**data)
 
 
 @functools.cache

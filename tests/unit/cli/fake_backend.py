@@ -24,8 +24,9 @@ class Fake(FakeEngine):
 
 def run(argv: list[str]) -> int:
     """Run the command line."""
-    load = registry.load
+    load, check_name = registry.load, registry.check_name
     registry.load = lambda role, name: Fake if name == "fake" else load(role, name)
+    registry.check_name = lambda role, name: None if name == "fake" else check_name(role, name)
     return main(argv)
 
 

@@ -58,10 +58,9 @@ def test_what_is_wrong_is_one_line_each(job: Path, capsys: pytest.CaptureFixture
 
 
 def test_a_backend_that_is_not_installed_is_told(job: Path, capsys: pytest.CaptureFixture[str]):
-    assert main(["pool", str(job)]) == EXIT_USER_ERROR
-    assert "no serving backend is called 'fake'" in capsys.readouterr().err
-    assert main(["pool", str(job), "--check"]) == EXIT_USER_ERROR
-    assert f"{job}: engines.own.backend: no serving backend is called 'fake'" in capsys.readouterr().err
+    for arguments in (["pool", str(job)], ["pool", str(job), "--check"], ["run", str(job), "--check"]):
+        assert main(arguments) == EXIT_USER_ERROR
+        assert f"{job}: engines.own.backend: no serving backend is called 'fake'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("arguments", [(), ("--check",)])
@@ -69,7 +68,7 @@ def test_a_tokenizer_that_cannot_be_read_is_told_before_engines_start(
     job: Path, arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ):
     pytest.importorskip("tokenizers", reason="tokenizers is not installed: pip install 'rose-rl[text]'")
-    job.write_text(JOB + '[service]\ntokenizer = "nowhere"\n')
+    job.write_text(JOB.replace('"fake"', '"vllm"') + '[service]\ntokenizer = "nowhere"\n')
     assert main(["pool", str(job), *arguments]) == EXIT_USER_ERROR
     said = capsys.readouterr().err
     assert said.startswith("rose: error: nowhere/tokenizer.json cannot be read as a tokenizer")

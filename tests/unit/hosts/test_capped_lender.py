@@ -17,7 +17,7 @@ from rose.coserving.lender import Lender
 from rose.coserving.lender_audit import check_audit
 from rose.errors import TransportError
 from rose.hosts.job.capped import CappedLender
-from rose.policies.lending import Lease, LendingConfig
+from rose.policies.lending import Ask, Lease, LendingConfig
 from rose.pool import Borrower, RolloutPool
 from rose.pool.borrowing import LocalLender
 from rose.testing import FakeEngine, ManualClock
@@ -81,6 +81,10 @@ class Lossy(LocalLender):
         return answer
 
 
+def ask(num_devices: int, **options) -> Ask:
+    return Ask(job=JOB, num_devices=num_devices, devices=frozenset(NAMES), **options)
+
+
 @pytest.fixture
 def site(tmp_path: Path) -> Site:
     return Site(tmp_path)
@@ -88,13 +92,13 @@ def site(tmp_path: Path) -> Site:
 
 async def test_asks_are_cut_to_what_may_still_be_held(site: Site):
     capped = CappedLender(LocalLender(site.lender), 3)
-    first = await capped.ask(JOB, 2, devices=NAMES)
-    second = await capped.ask(JOB, 4, devices=NAMES)
+    first = await capped.ask(ask(2))
+    second = await capped.ask(ask(4))
     assert (len(first), len(second)) == (2, 1)
-    assert await capped.ask(JOB, 1, devices=NAMES) == ()
+    assert await capped.ask(ask(1)) == ()
     await capped.release(JOB, [first[0].lease_id])
-    assert await capped.ask(JOB, 2, devices=NAMES, is_whole=True) == (), "half a gang is of no use"
-    assert len(await capped.ask(JOB, 2, devices=NAMES)) == 1
+    assert await capped.ask(ask(2, is_whole=True)) == (), "half a gang is of no use"
+    assert len(await capped.ask(ask(2))) == 1
     assert (capped.most_held, site.most_held()) == (3, 3)
 
 
@@ -102,7 +106,7 @@ async def test_what_a_former_process_of_the_job_holds_counts(site: Site):
     site.lender.grant(JOB, 2)
     site.lender.grant(JobId("other"), 1)
     capped = CappedLender(LocalLender(site.lender), 3)
-    assert len(await capped.ask(JOB, 3)) == 1
+    assert len(await capped.ask(ask(3))) == 1
     assert sum(lease.job == JOB for lease in site.lender.leases) == 3
 
 
@@ -110,9 +114,9 @@ async def test_a_grant_whose_answer_was_lost_counts(site: Site):
     lossy = Lossy(site.lender, random.Random(0), loss=1.0)
     capped = CappedLender(lossy, 2)
     with pytest.raises(TransportError):
-        await capped.ask(JOB, 2, devices=NAMES)
+        await capped.ask(ask(2))
     lossy.loss = 0.0
-    assert await capped.ask(JOB, 2, devices=NAMES) == ()
+    assert await capped.ask(ask(2)) == ()
     await site.clock.sleep(0)
     assert len(site.lender.leases) == 2
 
@@ -124,21 +128,21 @@ async def test_a_release_that_is_cancelled_does_not_take_room_for_good(site: Sit
             await asyncio.Event().wait()
 
     capped = CappedLender(Slow(site.lender), 2)
-    leases = await capped.ask(JOB, 2, devices=NAMES)
+    leases = await capped.ask(ask(2))
     giving_back = asyncio.ensure_future(capped.release(JOB, [lease.lease_id for lease in leases]))
     await asyncio.sleep(0)
     giving_back.cancel()
     await asyncio.gather(giving_back, return_exceptions=True)
-    assert len(await capped.ask(JOB, 2, devices=NAMES)) == 2
+    assert len(await capped.ask(ask(2))) == 2
 
 
 async def test_an_end_that_the_job_did_not_cause_makes_room(site: Site):
     capped = CappedLender(LocalLender(site.lender), 2)
-    leases = await capped.ask(JOB, 2, devices=NAMES)
+    leases = await capped.ask(ask(2))
     site.lender.revoke(leases[0].device_id)
     known = {lease.lease_id: False for lease in leases}
     assert [lease.lease_id for lease in await capped.changed(JOB, known)] == [leases[1].lease_id]
-    assert len(await capped.ask(JOB, 2, devices=NAMES)) == 1
+    assert len(await capped.ask(ask(2))) == 1
 
 
 @pytest.mark.parametrize("seed", range(25))
@@ -156,7 +160,7 @@ def test_no_history_holds_more_than_it_may(site: Site, seed: int):
                 match rng.randrange(7):
                     case 0 | 1 | 2:
                         count = rng.randint(0, 6)
-                        leases = await capped.ask(JOB, count, devices=NAMES, is_whole=rng.random() < 0.2)
+                        leases = await capped.ask(ask(count, is_whole=rng.random() < 0.2))
                         known += [lease.lease_id for lease in leases]
                     case 3:
                         known = [lease.lease_id for lease in await capped.renew(JOB, known)]

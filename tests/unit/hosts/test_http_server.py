@@ -9,13 +9,16 @@ import socket
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from unittest.mock import Mock
 
 import attrs
 import pytest
 
 pytest.importorskip("aiohttp", reason="aiohttp is not installed: pip install 'rose-rl[http]'")
 
+import aiohttp
 from aiohttp import web
+from aiohttp.test_utils import make_mocked_request
 from prometheus_client import CollectorRegistry, Counter
 
 from rose import errors
@@ -25,6 +28,7 @@ from rose.backends.remote.wire import error_from_wire, error_name, error_to_wire
 from rose.errors import ConfigError, EngineError, EngineLeaseError, EngineLostError, RoseError, TransportError
 from rose.hosts.http import server
 from rose.hosts.http.auth import Access, TokenConfig, _identify, caller, require
+from rose.hosts.http.errors import answer_errors
 from rose.hosts.http.server import Health, Place, bind, make_app, parse_place, read_json, served, url_of
 
 NUM_SERVERS = 50
@@ -210,6 +214,19 @@ async def test_bugs_and_unknown_paths_are_answers_too(caplog: pytest.LogCaptureF
     assert "ZeroDivisionError" in caplog.text
 
 
+@pytest.mark.parametrize("is_gone", [True, False])
+async def test_a_client_that_is_gone_is_no_news(caplog: pytest.LogCaptureFixture, *, is_gone: bool):
+    async def write_to(_: web.Request) -> web.StreamResponse:
+        raise ConnectionResetError
+
+    transport = Mock()
+    transport.is_closing.return_value = is_gone
+    request = make_mocked_request("GET", "/x", transport=transport)
+    answer = await answer_errors(request, write_to)
+    assert answer.status == (499 if is_gone else 500)
+    assert bool(caplog.records) is not is_gone
+
+
 async def test_bodies_are_json_that_says_so():
     async def echo(request: web.Request) -> web.Response:
         return web.json_response(await read_json(request))
@@ -251,6 +268,28 @@ async def test_who_sends_no_request_or_no_body_does_not_keep_others_out(monkeypa
                 assert (await reader.read(12)) == answer
             writer.close()
         assert await waiting == "waited", "a request under way is not silence"
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "says"),
+    [
+        (b"[" * 100_000, 400, "the body of POST /x is no JSON: maximum recursion depth"),
+        (b'["\\uD83C"]', 400, "a text in the body of POST /x has half a character"),
+        (b'["\\ud83c\\udf89 \\\\udead"]', 200, None),
+        (b'"%s"' % (b"x" * 400_000), 413, "the body of POST /x is too long (Maximum request body size 300000 exceeded"),
+    ],
+)
+async def test_bodies_that_cannot_be_used_are_the_sender_s_mistake(body: bytes, status: int, says: str | None):
+    async def echo(request: web.Request) -> web.Response:
+        return web.json_response(await read_json(request))
+
+    async with (
+        service(web.post("/x", echo), max_body_bytes=300_000) as url,
+        aiohttp.ClientSession() as session,
+        session.post(url + "/x", data=body, headers={"Content-Type": "application/json"}) as answer,
+    ):
+        assert answer.status == status
+        assert says is None or (await answer.json())["error"]["message"].startswith(says)
 
 
 # Clients.

@@ -65,6 +65,7 @@ def backends(monkeypatch: pytest.MonkeyPatch) -> None:
     StartedEngine.made.clear()
     kinds, load_installed = {"started": StartedEngine, "plain": FakeEngine}, registry.load
     monkeypatch.setattr(registry, "load", lambda role, name: kinds.get(name) or load_installed(role, name))
+    monkeypatch.setattr(registry, "check_name", lambda _role, name: kinds[name])
 
 
 def job(**changes: Any) -> JobConfig:

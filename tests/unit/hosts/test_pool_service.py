@@ -140,6 +140,10 @@ async def test_a_stream_goes_on_over_a_move() -> None:
         (turn_to_wire(turn()) | {"sampling": {"max_token": 1}}, "unknown in sampling: max_token"),
         (turn_to_wire(turn()) | {"versions": {"newest": 1}}, "at_least"),
         (turn_to_wire(turn()) | {"turn_id": "a", "stream": True}, "leave out turn_id or stream"),
+        (turn_to_wire(turn()) | {"stream": "no"}, "stream is true or false, not 'no'"),
+        (turn_to_wire(turn()) | {"sampling": 5}, "sampling is an object, not 5"),
+        (turn_to_wire(turn()) | {"sampling": {}}, "sampling has no max_tokens"),
+        ({"prompt_ids": [1], "sampling": {"max_tokens": 1}}, "missing: group_id, trajectory_id"),
     ],
 )
 async def test_what_is_no_turn_is_refused(body: Any, says: str) -> None:
@@ -288,6 +292,12 @@ async def test_a_streamed_completion_ends_as_openai_s_clients_expect() -> None:
         ({"prompt": [1], "deadline_s": -1}, "deadline_s must be"),
         ({"prompt": [1], "stop_token_ids": 5}, "stop_token_ids is a list"),
         ({"prompt": [1], "stop": 5}, "stop is a text or a list of texts"),
+        ({"prompt": [1], "stream": "false"}, "stream is true or false, not 'false'"),
+        ({"prompt": [1], "return_token_ids": 1}, "return_token_ids is true or false, not 1"),
+        ({"prompt": [1], "logprobs": "all"}, "logprobs is true, false or a number"),
+        ({"prompt": [1], "user": [1]}, "user is a text, not [1]"),
+        ({"prompt": [1], "metadata": {"trajectory_id": {"a": 1}}}, "trajectory_id is a text, not {'a': 1}"),
+        ({"prompt": [1], "metadata": {"group_id": True}}, "group_id is a text, not True"),
         ("x", "a JSON object"),
     ],
 )
@@ -296,6 +306,13 @@ async def test_what_a_completion_cannot_do_is_said(body: Any, says: str) -> None
         status, data = await ask("/v1/completions", body)
         assert (status, data["error"]["type"]) == (422, "request_refused_error")
         assert says in data["error"]["message"]
+
+
+@pytest.mark.parametrize("given", [{"max_tokens": 3}, {"max_tokens": 3, "max_completion_tokens": None}])
+async def test_a_bound_that_is_null_is_none(given: Any) -> None:
+    async with service() as (_, ask, _):
+        _, data = await ask("/v1/completions", {"prompt": [1], **given})
+        assert data["usage"]["completion_tokens"] == 3
 
 
 async def test_neutral_values_are_taken() -> None:

@@ -244,6 +244,21 @@ class TestBarrier:
 
         run(clock, work)
 
+    def test_it_ends_with_the_pool(self):
+        clock = ManualClock()
+
+        async def work():
+            async with RolloutPool([engine(clock)], clock=clock) as pool:
+                bounds = (None, 100.0)
+                waiting = [asyncio.ensure_future(pool.barrier(v(2), timeout_s=bound)) for bound in bounds]
+                await clock.sleep(0.1)
+            outcomes = await asyncio.gather(*waiting, return_exceptions=True)
+            assert [str(outcome) for outcome in outcomes] == ["the pool was closed"] * 2
+            assert all(isinstance(outcome, TurnFailedError) for outcome in outcomes)
+            assert clock.now() == pytest.approx(0.1)
+
+        run(clock, work)
+
     def test_it_is_bounded_and_names_what_holds_it_up(self):
         clock = ManualClock()
 

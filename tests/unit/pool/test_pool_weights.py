@@ -337,6 +337,33 @@ def test_staging_and_activating_are_bounded():
     assert "activating r:1 on engine 'b' was not done after 20.0 s" in str(report.errors[B])
 
 
+def test_a_source_that_does_not_answer_is_left_and_does_not_hold_up_the_next_sync():
+    clock = ManualClock()
+
+    class Silent(Source):
+        async def plan(self, known):
+            await asyncio.Event().wait()
+
+    class Deaf(Source):
+        async def acknowledge(self, acks):
+            await asyncio.Event().wait()
+
+    async def work():
+        config = PoolConfig(stage_timeout_s=0.05)
+        async with RolloutPool([engine(clock, "a"), engine(clock, "b")], clock=clock, config=config) as pool:
+            report = await pool.sync_weights(Silent())
+            assert set(states(pool).values()) == {EngineState.READY}
+            again = await pool.sync_weights(Deaf())
+            assert (await pool.sync_weights(Source())).unchanged == (A, B)
+            return report, again
+
+    report, again = run(clock, work)
+    assert set(report.errors) == {A, B}
+    assert all(isinstance(error, TransportError) for error in report.errors.values())
+    assert all("planning an update was not done after 0.05 s" in str(error) for error in report.errors.values())
+    assert set(again.activations) == {A, B}
+
+
 def test_a_cancelled_sync_leaves_no_engine_in_updating():
     clock, source = ManualClock(), Source(n=1)
     only = engine(clock, "a", activate_s=1.0)

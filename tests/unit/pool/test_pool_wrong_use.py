@@ -50,6 +50,27 @@ def test_what_is_no_turn_is_refused_and_the_next_turn_runs(wrong):
     assert len(run(clock, work()).token_ids) == 8
 
 
+def test_a_pool_is_opened_once():
+    clock = ManualClock()
+    pool = RolloutPool([choosy(clock, "a")], clock=clock)
+
+    async def work():
+        async with pool:
+            with pytest.raises(TurnFailedError, match=r"opened once.*make another RolloutPool"):
+                await pool.__aenter__()
+            assert len((await pool.generate(turn())).token_ids) == 8, "the second try harms nothing"
+        with pytest.raises(TurnFailedError, match="opened once"):
+            await pool.__aenter__()
+
+    run(clock, work())
+
+
+@pytest.mark.parametrize("wrong", ["x", 1.5, None])
+def test_demand_is_a_number_of_trajectories(wrong):
+    with pytest.raises(TypeError, match=r"^num_trajectories must be of type int, got "):
+        RolloutPool([]).expect(wrong)
+
+
 def test_a_turn_that_cannot_be_planned_is_withdrawn():
     """However a broken turn gets in, the call that brought it fails alone."""
     clock = ManualClock()

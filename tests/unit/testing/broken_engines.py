@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import attrs
+import numpy as np
 
 from rose.errors import EngineBusyError, RoseError
 from rose.interfaces.serving import PauseMode
@@ -37,6 +38,12 @@ Loses = rewriting(lambda _e, _r, seen, chunk: [] if len(seen) == 2 else [chunk])
 NeverSaysWhy = rewriting(lambda _e, _r, _s, chunk: [attrs.evolve(chunk, finish_reason=None)])
 SaysWhyTooEarly = rewriting(lambda _e, _r, _s, chunk: [attrs.evolve(chunk, finish_reason=FinishReason.LENGTH)])
 NoLogprobs = rewriting(lambda _e, _r, _s, chunk: [attrs.evolve(chunk, logprobs=())])
+NumbersOfAnArray = rewriting(
+    lambda _e, _r, _s, chunk: [attrs.evolve(chunk, token_ids=tuple(np.int64(token) for token in chunk.token_ids))]
+)
+LogprobsOfAnArray = rewriting(
+    lambda _e, _r, _s, chunk: [attrs.evolve(chunk, logprobs=tuple(np.float32(each) for each in chunk.logprobs))]
+)
 AlwaysLogprobs = rewriting(lambda _e, _r, _s, chunk: [attrs.evolve(chunk, logprobs=(0.0,) * len(chunk.token_ids))])
 WrongVersion = rewriting(lambda _e, _r, _s, chunk: [attrs.evolve(chunk, version=WeightVersion("run", 1))])
 StopsWithoutItsToken = rewriting(
@@ -244,9 +251,11 @@ class AlwaysBusy(FakeEngine):
 BITES = [
     (Repeats, "max_tokens_bounds_the_stream"),
     (Loses, "max_tokens_bounds_the_stream"),
+    (NumbersOfAnArray, "max_tokens_bounds_the_stream"),
     (NeverSaysWhy, "only_the_last_chunk_has_a_finish_reason"),
     (SaysWhyTooEarly, "only_the_last_chunk_has_a_finish_reason"),
     (NoLogprobs, "one_logprob_a_token"),
+    (LogprobsOfAnArray, "one_logprob_a_token"),
     (AlwaysLogprobs, "no_logprobs_unless_asked"),
     (IsRandom, "greedy_is_deterministic"),
     (IsRandom, "a_seed_makes_sampling_repeatable"),

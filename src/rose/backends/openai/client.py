@@ -9,6 +9,7 @@ from typing import Any
 
 import aiohttp
 
+from rose.backends.remote.wire import bearer
 from rose.errors import EngineBusyError, EngineError, EngineLostError, RequestRefusedError
 from rose.types import EngineId
 
@@ -31,7 +32,7 @@ class OpenAiClient:
 
     def __init__(self, url: str, *, engine_id: EngineId, token: str | None, timeout_s: float) -> None:
         self._url, self._engine_id, self._timeout_s = url, engine_id, timeout_s
-        self._headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+        self._headers = bearer(token)
         self._session: aiohttp.ClientSession | None = None
         self._is_closed = False
 

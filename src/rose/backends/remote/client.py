@@ -15,7 +15,7 @@ from typing import Any
 
 import aiohttp
 
-from rose.backends.remote.wire import error_from_wire
+from rose.backends.remote.wire import bearer, error_from_wire
 from rose.errors import EngineLostError, RoseError
 
 _MAX_LINE_BYTES = 16 << 20
@@ -31,6 +31,9 @@ class HttpClient:
         token: The bearer token, if the service asks for one.
         timeout_s: How long an answer may take, unless a call says otherwise.
         unreachable: What is raised when the service cannot be reached.
+
+    Raises:
+        ConfigError: The token can be none.
     """
 
     def __init__(
@@ -42,7 +45,7 @@ class HttpClient:
         unreachable: type[RoseError] = EngineLostError,
     ) -> None:
         self.url = url.rstrip("/")
-        self._headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+        self._headers = bearer(token)
         self._timeout_s = timeout_s
         self._unreachable = unreachable
         self._session: aiohttp.ClientSession | None = None

@@ -60,6 +60,20 @@ compact = json.JSONEncoder(separators=(",", ":")).encode
 """Plain data as JSON text without spaces."""
 
 
+def bearer(token: str | None) -> dict[str, str]:
+    """Return the header that shows a token; none for ``None``.
+
+    Raises:
+        ConfigError: The token has a character that no header may have, a line's end for instance.
+    """
+    if token is None:
+        return {}
+    if not token or not token.isascii() or not token.isprintable() or token != token.strip():
+        message = "a bearer token is printable ASCII without spaces around it, and this one is not; was it read with its line's end?"
+        raise errors.ConfigError(message)
+    return {"Authorization": f"Bearer {token}"}
+
+
 def error_name(kind: type[RoseError]) -> str:
     """Return the name of an error class on the wire: ``engine_busy_error``."""
     if issubclass(kind, EngineLeaseError):

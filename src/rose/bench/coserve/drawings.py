@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
-_SIZE = (7.0, 4.2)
+from rose.bench.figure_files import save_figure
+
 _BARS = (
     ("ttft_p50_ms", "TTFT P50"),
     ("ttft_p99_ms", "TTFT P99"),
@@ -26,12 +27,8 @@ def draw_plots(out: Path, report: Mapping[str, Any]) -> tuple[Path, ...]:
     for load, policies in loads.items():
         if policies:
             for name, draw in (("latency", _draw_latency), ("trade", _draw_trade)):
-                figure = Figure(figsize=_SIZE, layout="constrained")
-                draw(figure.subplots(), policies)
-                figure.suptitle(f"{load}, {report['kind']}")
-                path = out / f"coserve-{load}-{name}.svg"
-                figure.savefig(path)
-                drawn.append(path)
+                path, title = out / f"coserve-{load}-{name}.svg", f"{load}, {report['kind']}"
+                drawn.append(save_figure(path, partial(draw, policies=policies), title=title))
     return tuple(drawn)
 
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from matplotlib.figure import Figure
-
-_SIZE = (7.0, 4.2)
+from rose.bench.figure_files import save_figure
 
 
 def draw_plots(out: Path, result: Mapping[str, Any]) -> tuple[Path, ...]:
@@ -16,11 +15,8 @@ def draw_plots(out: Path, result: Mapping[str, Any]) -> tuple[Path, ...]:
     drawn = []
     for name, draw in (("by_engines", _draw_decisions), ("gateway", _draw_gateway)):
         if result[name]:
-            figure = Figure(figsize=_SIZE, layout="constrained")
-            draw(figure.subplots(), result)
             path = out / f"scheduler-{name.replace('_', '-')}.svg"
-            figure.savefig(path)
-            drawn.append(path)
+            drawn.append(save_figure(path, partial(draw, result=result)))
     return tuple(drawn)
 
 

@@ -11,6 +11,8 @@ from rose.backends.remote.wire import error_to_wire, status_of
 from rose.errors import RoseError
 
 _logger = logging.getLogger(__name__)
+_GONE = 499
+"""Status of an answer to a client that closed its connection; no standard one fits."""
 
 
 def error_response(status: int, kind: str, message: str) -> web.Response:
@@ -29,9 +31,9 @@ async def answer_errors(
         return web.json_response(error_to_wire(error), status=status_of(error))
     except web.HTTPException as error:
         return error_response(error.status, _snake(type(error).__name__.removeprefix("HTTP")), error.reason)
-    except ConnectionError:  # the client is gone, which is no news
-        raise
     except Exception as error:
+        if isinstance(error, ConnectionError) and (request.transport is None or request.transport.is_closing()):
+            return error_response(_GONE, "client_gone", "nobody reads this")  # raised, it would be logged as an error
         _logger.exception("%s %s failed", request.method, request.path)
         return error_response(500, "internal_error", f"{type(error).__name__}: {error}; see the server's log")
 

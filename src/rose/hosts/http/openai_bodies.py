@@ -100,17 +100,17 @@ def read_ask(kind: str, body: Any, headers: Mapping[str, str], tokenizer: Tokeni
         raise RequestRefusedError(message)
     _refuse_unusable(body)
     metadata = body.get("metadata") or {}
-    named = headers.get(TRAJECTORY_HEADER) or metadata.get("trajectory_id") or body.get("user")
-    trajectory_id = str(named or f"anonymous-{uuid.uuid4().hex}")
     try:
+        named = headers.get(TRAJECTORY_HEADER) or _name(metadata, "trajectory_id") or _name(body, "user")
+        trajectory_id = named or f"anonymous-{uuid.uuid4().hex}"
         return Ask(
             trajectory_id=trajectory_id,
-            group_id=str(headers.get(GROUP_HEADER) or metadata.get("group_id") or trajectory_id),
+            group_id=headers.get(GROUP_HEADER) or _name(metadata, "group_id") or trajectory_id,
             is_named=bool(named),
             has_examples=str(metadata.get("has_examples", "")).lower() == "true",
-            is_streamed=bool(body.get("stream")),
+            is_streamed=_flag(body, "stream"),
             has_logprobs=_has_logprobs(body.get("logprobs")),
-            has_token_ids=bool(body.get("return_token_ids")),
+            has_token_ids=_flag(body, "return_token_ids"),
             sampling=_sampling(kind, body, tokenizer),
             versions=constraint_from_plain(body.get("versions")),
             deadline_s=body.get("deadline_s"),
@@ -225,11 +225,30 @@ def _refuse_unusable(body: Mapping[str, Any]) -> None:
 
 def _has_logprobs(given: Any) -> bool:
     """Tell whether log-probs are asked for: a completion's ``0`` asks for those of the sampled tokens alone."""
+    if not isinstance(given, bool | int | None):
+        message = f"logprobs is true, false or a number, not {given!r:.80}"
+        raise TypeError(message)
     return given is not None and given is not False
 
 
+def _name(fields: Mapping[str, Any], name: str) -> str:
+    given = fields.get(name)
+    if isinstance(given, bool) or not isinstance(given, str | int | None):
+        message = f"{name} is a text, not {given!r:.80}"
+        raise TypeError(message)
+    return "" if given is None else str(given)
+
+
+def _flag(body: Mapping[str, Any], name: str) -> bool:
+    given = body.get(name)
+    if not isinstance(given, bool | None):
+        message = f"{name} is true or false, not {given!r:.80}"
+        raise TypeError(message)
+    return bool(given)
+
+
 def _sampling(kind: str, body: Mapping[str, Any], tokenizer: Tokenizer | None) -> Sampling:
-    most = body.get("max_completion_tokens", body.get("max_tokens"))
+    most = next((body[name] for name in ("max_completion_tokens", "max_tokens") if body.get(name) is not None), None)
     given = {name: body[name] for name in ("temperature", "top_p", "ignore_eos", "seed") if body.get(name) is not None}
     return Sampling(
         max_tokens=_DEFAULT_MAX_TOKENS[kind] if most is None else most,

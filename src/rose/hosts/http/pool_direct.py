@@ -24,7 +24,7 @@ import attrs
 from aiohttp import WSCloseCode, WSMsgType, web
 
 from rose.backends.remote.wire import compact
-from rose.errors import ConfigError, EngineError, EngineLostError, RequestRefusedError, RoseError
+from rose.errors import ConfigError, EngineError, EngineLostError, RequestRefusedError, RoseError, TurnFailedError
 from rose.hosts.http.auth import Access, require
 from rose.interfaces import ServingEngine
 from rose.pool import RolloutPool, direct
@@ -39,6 +39,7 @@ _LOOK_S = 0.25
 _SILENT_S = 1.0
 _PING_S = 15.0
 _MAX_FRAME_BYTES = 16 << 20
+_NONSENSE = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 
 
 class DirectTurn:
@@ -152,7 +153,7 @@ class Session:
         """Act on a client's message.
 
         Raises:
-            TypeError, ValueError, KeyError, IndexError: It is none.
+            TypeError, ValueError, LookupError, AttributeError, ArithmeticError: It is none.
         """
         match message[0]:
             case direct.SUBMIT:
@@ -201,7 +202,7 @@ class Session:
         else:
             try:
                 turn_id, turn = direct.submit_from_wire(message)
-            except (TypeError, ValueError, KeyError) as error:
+            except _NONSENSE as error:
                 await self._settle(str(turn_id), error_to_plain(RequestRefusedError(f"this is no turn: {error}")))
                 return
             known = self.turns[turn_id] = DirectTurn(self, turn_id)
@@ -215,6 +216,9 @@ class Session:
             outcome = await self.pool.generate(turn, source=source)
         except RoseError as error:
             outcome = error_to_plain(error)
+        except Exception as error:  # noqa: BLE001 - the root of a task: the client must hear of it
+            _logger.warning("turn %s of a client failed", source.turn_id, exc_info=error)
+            outcome = error_to_plain(TurnFailedError(f"the pool failed: {type(error).__name__}: {error}"))
         await self._settle(source.turn_id, outcome)
 
     def _forget(self, turn_id: str) -> None:
@@ -298,9 +302,9 @@ class DirectHost:
             try:
                 if frame.type is not WSMsgType.TEXT:
                     message = "messages are text"
-                    raise ValueError(message)  # noqa: TRY301 - one place answers nonsense
+                    raise ValueError(message)
                 await session.take(json.loads(frame.data))
-            except (TypeError, ValueError, KeyError, IndexError) as error:
+            except _NONSENSE as error:
                 _logger.warning("a client's message on %s is not understood: %r", direct.PATH, error)
                 await socket.close(code=WSCloseCode.PROTOCOL_ERROR, message=str(error).encode()[:120])
 

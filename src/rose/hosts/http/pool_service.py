@@ -15,6 +15,7 @@ import attrs
 from aiohttp import web
 from prometheus_client import CollectorRegistry
 
+from rose import checks
 from rose.backends.remote import wire
 from rose.errors import ConfigError, EngineError, RequestRefusedError, RoseError
 from rose.hosts.http.auth import Access, TokenConfig, caller, require
@@ -29,12 +30,20 @@ from rose.interfaces import Transport
 from rose.policies.routing import EngineState
 from rose.pool import RolloutPool, SyncReport
 from rose.pool.sources import stream
-from rose.pool.wire import error_to_plain, to_plain, turn_from_wire
+from rose.pool.wire import error_to_plain, from_plain, to_plain, turn_from_wire
 from rose.registry import open_transport, read_address
-from rose.types import TokenChunk, TransportAddress, TurnResult
+from rose.types import TokenChunk, TransportAddress, TurnResult, WeightVersion
 
 _LINGER_S = 2.0
 _SILENT_S = 30.0
+
+
+@attrs.frozen(kw_only=True)
+class _Barrier:
+    """The body of ``/v1/barrier``."""
+
+    version: WeightVersion
+    timeout_s: float | None = attrs.field(default=None, validator=checks.optional(checks.number(at_least=0)))
 
 
 class PoolService:
@@ -75,6 +84,7 @@ class PoolService:
             web.post("/v1/generate", self.generate),
             web.delete("/v1/turns/{turn_id}", self.cancel),
             web.post("/v1/sync", self.sync),
+            web.post("/v1/barrier", self.barrier),
             web.get("/v1/pool", self.status),
             web.post("/engines/{engine_id}/v1/generate", self.proxy),
             *self._direct.routes(),
@@ -115,7 +125,10 @@ class PoolService:
         if not isinstance(data, dict):
             message = "a turn is a JSON object with trajectory_id, group_id, prompt_ids and sampling"
             raise RequestRefusedError(message)
-        turn_id, is_streamed = data.pop("turn_id", None), data.pop("stream", False)
+        turn_id, is_streamed = data.pop("turn_id", None), data.pop("stream", None)
+        if not isinstance(is_streamed, bool | None):
+            message = f"stream is true or false, not {is_streamed!r:.80}"
+            raise RequestRefusedError(message)
         turn = turn_from_wire(data)
         if is_streamed and turn_id is not None:
             message = "a stream cannot be taken up again by its turn_id; leave out turn_id or stream"
@@ -159,6 +172,17 @@ class PoolService:
             message = "a store's address names no file here; give its token itself"
             raise ConfigError(message)
         return _json(_report(await self._pool.sync_weights(await self._transport(read_address(data["address"])))))
+
+    async def barrier(self, request: web.Request) -> web.Response:
+        """``POST /v1/barrier``: answered once nothing of weights older than ``version`` is under way."""
+        require(Access.JOB)
+        try:
+            asked: _Barrier = from_plain(_Barrier, await read_json(request))
+        except (TypeError, ValueError, AttributeError) as error:
+            message = f'the body is {{"version": "run:n", "timeout_s": seconds or null}}: {error}'
+            raise ConfigError(message) from error
+        await self._pool.barrier(asked.version, timeout_s=asked.timeout_s)
+        return _json({})
 
     async def status(self, _: web.Request) -> web.Response:
         """``GET /v1/pool``: turns, engines, accounts."""

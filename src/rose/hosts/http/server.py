@@ -37,6 +37,8 @@ _HEAD_S = 10.0
 _BODY_S = 30.0
 _KEEP_ALIVE_S = 75.0  # longer than clients and proxies keep a connection, so that none is closed under a request
 MAX_BODY_BYTES = 16 << 20
+_SURROGATES = (b"\\ud", b"\\uD")
+"""How half a character begins in JSON; two of them may make a whole one."""
 
 
 @attrs.frozen
@@ -155,24 +157,39 @@ async def read_json(request: web.Request) -> Any:
 
     Raises:
         ConfigError: It is no JSON in UTF-8, or does not say that it is (which keeps web pages from sending it).
+        HTTPRequestEntityTooLarge: It is longer than the application takes.
         HTTPRequestTimeout: It does not come.
     """
     if request.content_type != "application/json":
         message = f"{request.method} {request.path} takes application/json, not {request.content_type}"
         raise ConfigError(message)
+    body = await _read_body(request)
     try:
-        async with asyncio.timeout(_BODY_S):
-            raw = await request.read()
-    except TimeoutError as error:
-        raise web.HTTPRequestTimeout(reason=f"the body did not come within {_BODY_S:g} s") from error
-    try:
-        data = json.loads(raw.decode())
-        if b"\\u" in raw:  # half a surrogate pair is no text: it could be neither kept nor sent on
+        data = json.loads(body.decode())
+        if any(half in body for half in _SURROGATES):  # it could be neither kept nor sent on
             json.dumps(data, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        message = (
+            f"a text in the body of {request.method} {request.path} has half a character: {error}; send whole ones"
+        )
+        raise ConfigError(message) from error
     except (ValueError, RecursionError) as error:
         message = f"the body of {request.method} {request.path} is no JSON: {error}"
         raise ConfigError(message) from error
     return data
+
+
+async def _read_body(request: web.Request) -> bytes:
+    try:
+        async with asyncio.timeout(_BODY_S):
+            return await request.read()
+    except TimeoutError as error:
+        raise web.HTTPRequestTimeout(reason=f"the body did not come within {_BODY_S:g} s") from error
+    except web.HTTPRequestEntityTooLarge as error:
+        error.set_status(
+            error.status, f"the body of {request.method} {request.path} is too long ({error.text}); send less at once"
+        )
+        raise
 
 
 @contextlib.asynccontextmanager

@@ -8,11 +8,13 @@ the lender says that it is over, not until the job's clock does.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
-from rose.policies.lending import Lease
+import attrs
+
+from rose.policies.lending import Ask, Lease
 from rose.pool.lease_source import LeaseSource
-from rose.types import DeviceId, JobId, LeaseId
+from rose.types import JobId, LeaseId
 
 _NO_LEASE = LeaseId("")
 
@@ -36,34 +38,25 @@ class CappedLender:
         self._lock = asyncio.Lock()
         self.most_held = 0
 
-    async def ask(
-        self,
-        job: JobId,
-        num_devices: int,
-        *,
-        model: str | None = None,
-        devices: Collection[DeviceId] | None = None,
-        but: Collection[DeviceId] = (),
-        is_whole: bool = False,
-    ) -> Sequence[Lease]:
+    async def ask(self, ask: Ask) -> Sequence[Lease]:
         """Ask for as many more devices as the job may still have; for none where it needs them all and may not.
 
         Raises:
             TransportError: The lender cannot be reached.
         """
         async with self._lock:
-            if num_devices == 0:
-                return await self._source.ask(job, 0)
+            if ask.num_devices == 0:
+                return await self._source.ask(ask)
             if not self._is_sure:
                 self._take(
-                    await self._source.changed(job, {_NO_LEASE: False})
+                    await self._source.changed(ask.job, {_NO_LEASE: False})
                 )  # nobody holds that one: answered at once
             num_free = self._num_most - len(self._held)
-            num_asked = min(num_devices, num_free)
-            if num_asked <= 0 or (is_whole and num_asked < num_devices):
+            num_asked = min(ask.num_devices, num_free)
+            if num_asked <= 0 or (ask.is_whole and num_asked < ask.num_devices):
                 return ()
             self._is_sure = False
-            leases = await self._source.ask(job, num_asked, model=model, devices=devices, but=but, is_whole=is_whole)
+            leases = await self._source.ask(attrs.evolve(ask, num_devices=num_asked))
             self._is_sure = True
             self._note(self._held | {lease.lease_id for lease in leases})
             return leases

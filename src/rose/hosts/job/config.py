@@ -12,14 +12,13 @@ from typing import Any, TypeVar
 
 import attrs
 
-from rose import checks
+from rose import checks, registry
 from rose.config import load
 from rose.errors import ConfigError
 from rose.hosts.http.auth import TokenConfig
 from rose.hosts.http.server import parse_place
 from rose.policies.demand import DemandConfig
 from rose.pool.config import PoolConfig
-from rose.registry import read_token
 
 _NAME = r"[A-Za-z0-9_.-]+"
 _URL = r"https?://[^\s/]+(/\S*)?"
@@ -214,7 +213,7 @@ def executor_place(place: str | ExecutorPlace) -> ExecutorPlace:
 
 
 def job_problems(config: JobConfig) -> list[str]:
-    """Return what is wrong with a job file as a whole, each with its key. Files are read, nothing is made or called."""
+    """Return what is wrong with a job file as a whole, each with its key. Files are read, nothing is imported, made or called."""
     resources, problems = config.resources, []
     wanted = sum(engine.count * engine.num_devices for engine in config.engines.values())
     if wanted > resources.rollout:
@@ -223,8 +222,20 @@ def job_problems(config: JobConfig) -> list[str]:
         )
     if not config.engines and not config.executors:
         problems.append("engines: there is none, and no [executors] either; a pool needs one of them")
+    problems += _backend_problems(config)
     problems += _borrowing_problems(config)
     problems += _place_problems(config)
+    return problems
+
+
+def _backend_problems(config: JobConfig) -> list[str]:
+    problems = []
+    for name, engine in config.engines.items():
+        try:
+            if engine.backend is not None:
+                registry.check_name("serving", engine.backend)
+        except ConfigError as error:
+            problems.append(f"engines.{name}.backend: {error}")
     return problems
 
 
@@ -263,7 +274,7 @@ def _place_problems(config: JobConfig) -> list[str]:
             problems.append(f"{key} = {place!r} can be reached from other machines: give token_file")
     for key, path in _token_files(config):
         try:
-            read_token(path)
+            registry.read_token(path)
         except ConfigError as error:
             problems.append(f"{key}: {error}")
     return problems

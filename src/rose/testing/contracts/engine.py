@@ -18,6 +18,7 @@ from rose.interfaces.serving import (
     SupportsSleep,
     SupportsStepGate,
 )
+from rose.pool.turns import check_chunk, check_logprobs
 from rose.testing.contracts.streams import collect, reading, until
 from rose.testing.contracts.updates import WeightUpdateContract
 from rose.testing.contracts.verdicts import cannot, raising, skipping_what_is_unsupported
@@ -87,10 +88,15 @@ class EngineContract(WeightUpdateContract):
         assert stream.finish_reason is FinishReason.LENGTH, "the engine no longer answers a plain request"
 
     async def test_max_tokens_bounds_the_stream(self) -> None:
-        """Exactly ``max_tokens`` tokens, then ``LENGTH``. Look for lost, repeated or extra tokens at chunk borders."""
+        """Exactly ``max_tokens`` tokens, then ``LENGTH``. Look for lost, repeated or extra tokens at chunk borders.
+
+        Tokens are plain integers, as the pool takes no others; an array's numbers are none.
+        """
         async with self.engine() as engine:
             for num_tokens in (1, 2, 9):
                 stream = await collect(engine, self.request(num_tokens))
+                for chunk in stream.chunks:
+                    check_chunk(chunk)
                 assert len(stream.token_ids) == num_tokens
                 assert stream.finish_reason is FinishReason.LENGTH
                 assert all(0 <= token < (self.vocab_size or math.inf) for token in stream.token_ids)
@@ -104,11 +110,11 @@ class EngineContract(WeightUpdateContract):
             ]
 
     async def test_one_logprob_a_token(self) -> None:
-        """``logprobs`` is as long as ``token_ids`` in every chunk; natural logs of the sampled tokens, never above 0."""
+        """``logprobs`` is as long as ``token_ids`` in every chunk; natural logs of the sampled tokens, plain numbers, never above 0."""
         async with self.engine() as engine:
             stream = await collect(engine, self.request(logprobs=True))
             assert all(len(chunk.logprobs) == len(chunk.token_ids) for chunk in stream.chunks)
-            assert all(logprob <= 0.0 for logprob in stream.logprobs)
+            check_logprobs(stream.logprobs)
 
     async def test_no_logprobs_unless_asked(self) -> None:
         """Without ``logprobs`` the field stays empty; it is never filled with zeros."""
