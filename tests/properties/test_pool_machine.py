@@ -421,7 +421,7 @@ class PoolMachine(RuleBasedStateMachine):
             assert set(member.held) == {attempt.number for attempt in held}
             assert len(held) <= CAP
             assert 1 <= member.slots.num_slots <= CAP
-            assert member.kv_reserved_tokens == sum(attempt.max_kv_tokens for attempt in held)
+            assert member.kv_reserved_tokens == sum(attempt.kv_tokens for attempt in held)
             shown = [timeless(view) for view in self.state.engines.index]
             assert timeless(self.state.engines.view(member)) in shown, "the index shows the member as it is"
 

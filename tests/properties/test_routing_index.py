@@ -12,6 +12,7 @@ from rose.policies import ordered, routing, staleness
 from rose.policies.routing import (
     Assign,
     Circuit,
+    EngineLoad,
     EngineState,
     EngineView,
     RoutingConfig,
@@ -186,6 +187,7 @@ VIEWS = st.builds(
     is_slow=st.booleans(),
     num_shown=st.sampled_from([None, None, 0, 1]),
 )
+LOADS = st.tuples(ENGINE_IDS, VIEWS.map(lambda view: view.load))
 TURNS = st.builds(
     TurnView,
     versions=CONSTRAINTS,
@@ -197,7 +199,16 @@ TURNS = st.builds(
     moved_by=st.sampled_from([None, *MOVED_REASON]),
     is_dedicated_only=st.booleans(),
 )
-CHANGES = st.one_of(VIEWS, VIEWS, VIEWS, ENGINE_IDS, st.sampled_from([None, "r", "q"]).map(lambda run: ("run", run)))
+CHANGES = st.one_of(
+    VIEWS,
+    VIEWS,
+    VIEWS,
+    LOADS,
+    LOADS,
+    LOADS,
+    ENGINE_IDS,
+    st.sampled_from([None, "r", "q"]).map(lambda run: ("run", run)),
+)
 
 
 @attrs.define
@@ -218,6 +229,10 @@ class Both:
                 self.scan.put(change)
             case ("run", run):
                 self.index.run = self.scan.run = run
+            case (engine_id, EngineLoad() as load):
+                if engine_id in self.scan.views:
+                    self.index.put_load(engine_id, load)
+                    self.scan.put(attrs.evolve(self.scan.views[engine_id], **load._asdict()))
             case engine_id:
                 self.index.drop(engine_id)
                 self.scan.drop(engine_id)
@@ -266,10 +281,8 @@ def test_a_turn_after_the_other_goes_where_the_scan_sends_it(config, views, turn
             decision = both.scan.choose(turn)
             if isinstance(decision, Assign):
                 view = both.scan.views[decision.engine_id]
-                both.change(
-                    attrs.evolve(
-                        view,
-                        num_in_flight=view.num_in_flight + 1,
-                        kv_reserved_tokens=view.kv_reserved_tokens + turn.num_prompt_tokens + turn.num_new_tokens,
-                    )
+                load = view.load._replace(
+                    num_in_flight=view.num_in_flight + 1,
+                    kv_reserved_tokens=view.kv_reserved_tokens + turn.num_prompt_tokens + turn.num_new_tokens,
                 )
+                both.change((view.engine_id, load))

@@ -8,9 +8,10 @@ trajectory with much left gets a fast engine to itself, one with little left mak
 What is left is judged by progress alone: who has run long is expected to run on for long. Lengths are not predicted.
 """
 
+# ruff: noqa: FURB136 - calls of ``max`` would take most of the time of ``gain_s``, which most decisions ask twice
 from __future__ import annotations
 
-from rose.policies.route_views import EngineView, RoutingConfig, TurnView
+from rose.policies.route_views import EngineLoad, RoutingConfig, TurnView
 
 
 def remaining_tokens(config: RoutingConfig, *, num_made: int, num_context: int) -> float:
@@ -28,26 +29,26 @@ def remaining_tokens(config: RoutingConfig, *, num_made: int, num_context: int) 
     return min(left, max(0.0, share) * num_made)
 
 
-def gain_s(config: RoutingConfig, turn: TurnView, here: EngineView, there: EngineView) -> float:
+def gain_s(config: RoutingConfig, turn: TurnView, here: EngineLoad, there: EngineLoad) -> float:
     """Return how much earlier the latest of the trajectories concerned ends if ``turn`` moves, 0 unless that is clear.
 
-    Both views are without the turn. Engines without a known pace are not compared.
+    Both loads are without the turn. Engines without a known pace are not compared.
     """
-    if here.pace_s is None or there.pace_s is None:
+    pace_here_s, pace_there_s = here.pace_s, there.pace_s
+    if pace_here_s is None or pace_there_s is None:
         return 0.0
     left, prompt = turn.num_left_tokens, turn.num_prompt_tokens
     left_here, left_there = here.most_left_tokens, there.most_left_tokens
-    stay_s = (here.pace_s + here.slope_s * prompt) * max(left, left_here)
+    stay_s = (pace_here_s + here.slope_s * prompt) * (left if left > left_here else left_here)
     stay_s += here.prefill_s * here.num_waiting_prompt_tokens
-    go_s = (there.pace_s + there.slope_s * prompt) * max(left, left_there)
+    go_s = (pace_there_s + there.slope_s * prompt) * (left if left > left_there else left_there)
     go_s += there.prefill_s * (there.num_waiting_prompt_tokens + prompt)
-    before_s = max(stay_s, there.pace_s * left_there)
-    after_s = max(go_s, here.pace_s * left_here)
-    gain = before_s - after_s
-    return gain if gain > max(config.min_gain_s, config.hysteresis_fraction * before_s) else 0.0
+    rest_here_s, rest_there_s = pace_here_s * left_here, pace_there_s * left_there
+    before_s = stay_s if stay_s > rest_there_s else rest_there_s
+    gain = before_s - (go_s if go_s > rest_here_s else rest_here_s)
+    return gain if gain > config.min_gain_s and gain > config.hysteresis_fraction * before_s else 0.0
 
 
-def is_crowded(config: RoutingConfig, here: EngineView, there: EngineView) -> bool:
-    """Return whether a turn that stays would leave too large a load gap; asked while no pace is known."""
-    gap = here.num_in_flight + here.num_seats + 1 - there.num_in_flight - there.num_seats
-    return here.kind is there.kind and gap > config.load_margin
+def is_crowded(config: RoutingConfig, here: EngineLoad, there: EngineLoad) -> bool:
+    """Return whether a turn that stays would leave too large a load gap to an engine of the same kind; asked while no pace is known."""
+    return here.num_in_flight + here.num_seats + 1 - there.num_in_flight - there.num_seats > config.load_margin

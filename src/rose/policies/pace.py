@@ -134,7 +134,7 @@ class PaceModel:
         self._weigh_prefill()
 
     def _weigh_prefill(self) -> None:
-        line = self._line(EngineKind.DEDICATED)
+        line = self._dedicated or self._borrowed
         if line is not None:
             expected_s = self._config.prefill_share * line.intercept
             seen_s = self._prefill_sum_s + expected_s * _PRIOR_PREFILL_TOKENS
@@ -157,20 +157,6 @@ class PaceModel:
         age_s = self.now_s - own.seen_s
         return math.pow(0.5, age_s / self._config.half_life_s) if age_s > 0 else 1.0
 
-    def _factor(self, engine_id: EngineId) -> float:
-        """Return by how much an engine differs from its kind; its kind's pace weighs as much as ``doubt_s`` of its own turns."""
-        own = self._own.get(engine_id)
-        if own is None:
-            return 1.0
-        keep, doubt_s = self._fading(own), self._config.doubt_s
-        return (keep * own.taken_s + doubt_s) / (keep * own.expected_s + doubt_s)
-
-    def _line(self, kind: EngineKind) -> _Line | None:
-        """Return the line of a kind; of the other as long as there is none of its own."""
-        if kind is EngineKind.DEDICATED:
-            return self._dedicated or self._borrowed
-        return self._borrowed or self._dedicated
-
     def _line_to_teach(self, kind: EngineKind) -> _Line:
         if kind is EngineKind.DEDICATED:
             self._dedicated = self._dedicated or _Line()
@@ -179,13 +165,19 @@ class PaceModel:
         return self._borrowed
 
     def estimate(self, engine_id: EngineId, kind: EngineKind, load_tokens: float) -> Estimate | None:
-        """Return what a token takes on an engine at a load; ``None`` before any turn ended anywhere."""
-        line = self._line(kind)
+        """Return what a token takes on an engine at a load; ``None`` before any turn ended anywhere.
+
+        A kind without turns of its own is taken for the other. An engine's own turns say by which factor it differs from its kind, whose pace weighs as much as ``doubt_s`` of them.
+        """
+        dedicated, borrowed, factor, slowdown = self._dedicated, self._borrowed, 1.0, 1.0
+        line = dedicated or borrowed if kind is EngineKind.DEDICATED else borrowed or dedicated
         if line is None:
             return None
-        factor = self._factor(engine_id)
-        pace_s, slowdown = factor * line.at(load_tokens), 1.0
-        dedicated = self._dedicated
+        own = self._own.get(engine_id)
+        if own is not None:
+            keep, doubt_s = self._fading(own), self._config.doubt_s
+            factor = (keep * own.taken_s + doubt_s) / (keep * own.expected_s + doubt_s)
+        pace_s = factor * line.at(load_tokens)
         if kind is EngineKind.BORROWED and dedicated is not None:
             slowdown = pace_s / dedicated.at(load_tokens)
         return Estimate(pace_s, factor * line.slope, slowdown)

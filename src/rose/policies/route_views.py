@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Set as AbstractSet
+from operator import attrgetter
+from typing import NamedTuple
 
 import attrs
 
@@ -86,7 +88,25 @@ class RoutingConfig:
     pace: PaceConfig = attrs.field(factory=PaceConfig, validator=checks.instance(PaceConfig))
 
 
-@attrs.frozen(kw_only=True, slots=False)  # one is made for every change; without slots that takes half the time
+class EngineLoad(NamedTuple):
+    """What of an ``EngineView`` changes with every turn that an engine takes or ends; see there."""
+
+    num_in_flight: int = 0
+    num_probing: int = 0
+    kv_reserved_tokens: int = 0
+    num_waiting_prompt_tokens: int = 0
+    most_left_tokens: float = 0.0
+    num_seats: int = 0
+    pace_s: float | None = None
+    slope_s: float = 0.0
+    prefill_s: float = 0.0
+    is_slow: bool = False
+
+
+_of_load = attrgetter(*EngineLoad._fields)
+
+
+@attrs.frozen(kw_only=True)
 class EngineView:
     """What the policy sees of one engine.
 
@@ -126,8 +146,17 @@ class EngineView:
     is_slow: bool = False
     num_shown: int | None = None
 
+    @property
+    def load(self) -> EngineLoad:
+        """Return what changes with every turn."""
+        return EngineLoad._make(_of_load(self))
 
-@attrs.frozen(kw_only=True, slots=False)  # as above
+    def under(self, load: EngineLoad) -> EngineView:
+        """Return the same engine under another load."""
+        return attrs.evolve(self, **load._asdict())
+
+
+@attrs.frozen(kw_only=True, slots=False)  # one is made for every decision; without slots that takes less time
 class TurnView:
     """What the policy sees of one turn.
 

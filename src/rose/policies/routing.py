@@ -14,7 +14,7 @@ avoided: one is taken when it is the only one, so that no turn is stranded. Amon
 By the ``paper`` rule engines are not left for others, new ones have all their slots at once, and the first has the fewest turns in flight.
 
 A decision looks at a few engines, however many there are: the ready ones with an open slot are kept in that order, by kind
-and version, with bounds of their KV room.
+and version, with bounds of their KV room. A turn that comes or goes changes an engine's load alone, and moves it within its order.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 from collections.abc import Set as AbstractSet
-from typing import NamedTuple
 
 import attrs
 
@@ -32,6 +31,7 @@ from rose.policies.ordered import OrderedRoom, Sizes
 from rose.policies.route_views import (
     Assign,
     Circuit,
+    EngineLoad,
     EngineState,
     EngineView,
     RoutingConfig,
@@ -46,6 +46,7 @@ from rose.types import EngineId, EngineKind, HopEnd, RouteReason, VersionConstra
 __all__ = [
     "Assign",
     "Circuit",
+    "EngineLoad",
     "EngineState",
     "EngineView",
     "RoutingConfig",
@@ -89,21 +90,30 @@ class _Group:
     def is_empty(self) -> bool:
         return not (len(self.open) or self.num_full or self.num_shut)
 
-    def first(self, asked: Sizes, avoid: AbstractSet[EngineId]) -> Place | None:
+    def first_besides(self, avoid: AbstractSet[EngineId], asked: Sizes) -> Place | None:
         """Return the first engine with room that is not avoided."""
-        for place in self.open.fitting(asked):
-            if not avoid or place[-1] not in avoid:
-                return place
-        return None
+        return next((place for place in self.open.fitting(asked) if place[-1] not in avoid), None)
 
 
-class _Home(NamedTuple):
-    """Where an engine was put: its place and room among the open ones, or none, and its circuit then."""
+@attrs.define(eq=False)
+class _Engine:
+    """An engine, and where it was put.
 
-    group: _Group
-    place: Place | None
-    room: Sizes
-    circuit: Circuit
+    Attributes:
+        view: What it was when it was put; its load then may be an old one.
+        load: What it has to do now.
+        cap: Turns in flight at most.
+        group: Its group, of a ready one.
+        place: Its place among the open ones of the group, if it has an open slot.
+        is_shut: It has no open slot, and its circuit is the reason.
+    """
+
+    view: EngineView
+    load: EngineLoad
+    cap: int
+    group: _Group | None = None
+    place: Place | None = None
+    is_shut: bool = False
 
 
 _Kinds = tuple[list[_Group], list[_Group]]
@@ -113,23 +123,22 @@ _MOST_ASKED = 256
 
 
 class RoutingIndex:
-    """The engines as the policy knows them, kept up to date view by view.
+    """The engines as the policy knows them, kept up to date view by view and load by load.
 
-    Invariants: each ready engine has a home and is counted in its group, which is not empty; the open engines of all groups are ``_num_open``; ``_versions``
-    counts the engines that may yet take turns at the version they have; ``_asked`` holds for the groups and the run as they are.
+    Invariants: each ready engine is counted in its group, which is not empty, and has its place there under the load that was heard of last; a view and its load
+    agree in what chooses the group; the open engines of all groups are ``_num_open``; ``_versions`` counts the engines that may yet take turns at the version they
+    have; ``_asked`` holds for the groups and the run as they are.
     """
 
     def __init__(self, config: RoutingConfig) -> None:
         self._run: str | None = None
         self._config = config
-        self._most_turns = config.cap_per_engine
         self._is_by_value = config.rule is RoutingRule.VALUE
-        self._views: dict[EngineId, EngineView] = {}
+        self._engines: dict[EngineId, _Engine] = {}
         self._dedicated: dict[WeightVersion | None, _Group] = {}
         self._borrowed: dict[WeightVersion | None, _Group] = {}
         self._slow: dict[WeightVersion | None, _Group] = {}
         self._versions: Counter[WeightVersion | None] = Counter()
-        self._homes: dict[EngineId, _Home] = {}
         self._num_open = 0
         self._asked: dict[VersionConstraint, tuple[list[_Group], ...]] = {}
 
@@ -145,86 +154,97 @@ class RoutingIndex:
 
     def put(self, view: EngineView) -> None:
         """Add an engine or replace what is known of it."""
-        engine_id = view.engine_id
-        old = self._views.get(engine_id)
-        self._views[engine_id] = view
-        if old is not None and _is_same_group(old, view):
-            if view.state is EngineState.READY:
-                self._replace(view)
-            return
-        if old is not None:
-            self._leave_group(engine_id)
-        self._count(old, -1)
+        engine, load, cap = self._engines.get(view.engine_id), view.load, self._cap(view)
+        if engine is None:
+            engine = self._engines[view.engine_id] = _Engine(view, load, cap)
+        else:
+            old, engine.view, engine.cap = engine.view, view, cap
+            if _is_same_group(old, view):
+                self.put_load(view.engine_id, load)
+                return
+            engine.load = load
+            self._leave_group(engine)
+            self._count(old, -1)
         self._count(view, 1)
         if view.state is EngineState.READY:
-            self._join_group(view)
+            self._join_group(engine)
 
-    def _replace(self, view: EngineView) -> None:
-        """Bring a ready engine that stays in its group to its new place: what nearly every change comes to."""
-        group, place, room, circuit = self._homes[view.engine_id]
-        if place is None or not self._has_slot(view):
-            self._take_out(group, place, circuit)
-            self._settle(view, group)
+    def put_load(self, engine_id: EngineId, load: EngineLoad) -> None:
+        """Replace what an engine has to do, when nothing else of it changed: what nearly every change comes to.
+
+        Raises:
+            KeyError: No such engine was put.
+        """
+        engine = self._engines[engine_id]
+        if load.is_slow is not engine.view.is_slow:
+            self.put(engine.view.under(load))
             return
-        new_place, new_room = self._place(view), _kv_room(view)
-        if new_place != place or new_room != room or view.circuit is not circuit:
-            group.open.remove(place)
-            group.open.add(new_place, new_room)
-            self._homes[view.engine_id] = _Home(group, new_place, new_room, view.circuit)
+        engine.load, group, old = load, engine.group, engine.place
+        if group is None:
+            return
+        new = self._place(engine)
+        if old is None or new is None:
+            self._take_out(engine, group)
+            self._settle(engine, group, new)
+            return
+        group.open.move(old, new, _kv_room(engine.view, load))
+        engine.place = new
 
     def drop(self, engine_id: EngineId) -> None:
         """Forget an engine; unknown ids are ignored."""
-        view = self._views.pop(engine_id, None)
-        if view is not None:
-            self._leave_group(engine_id)
-            self._count(view, -1)
+        engine = self._engines.pop(engine_id, None)
+        if engine is not None:
+            self._leave_group(engine)
+            self._count(engine.view, -1)
 
-    def _count(self, view: EngineView | None, by: int) -> None:
-        if view is not None and view.state not in _OUT:
+    def _count(self, view: EngineView, by: int) -> None:
+        if view.state not in _OUT:
             self._versions[view.version] += by
             if not self._versions[view.version]:
                 del self._versions[view.version]
 
-    def _join_group(self, view: EngineView) -> None:
-        groups = self._groups(view)
-        group = groups.get(view.version)
+    def _join_group(self, engine: _Engine) -> None:
+        version, groups = engine.view.version, self._groups(engine.view)
+        group = groups.get(version)
         if group is None:
-            group = groups[view.version] = _Group(groups, view.version)
+            group = groups[version] = _Group(groups, version)
             self._asked.clear()
-        self._settle(view, group)
+        engine.group = group
+        self._settle(engine, group, self._place(engine))
 
-    def _settle(self, view: EngineView, group: _Group) -> None:
-        """Give an engine its home in a group."""
-        place, room = None, _ANY_SIZE
-        if self._has_slot(view):
-            place, room = self._place(view), _kv_room(view)
-            group.open.add(place, room)
-            self._num_open += 1
-        elif view.circuit is Circuit.CLOSED:
-            group.num_full += 1
-        else:
-            group.num_shut += 1
-        self._homes[view.engine_id] = _Home(group, place, room, view.circuit)
-
-    def _leave_group(self, engine_id: EngineId) -> None:
+    def _leave_group(self, engine: _Engine) -> None:
         """Undo ``_join_group``, if it is in a group."""
-        home = self._homes.pop(engine_id, None)
-        if home is None:
+        group = engine.group
+        if group is None:
             return
-        group, place, _, circuit = home
-        self._take_out(group, place, circuit)
+        self._take_out(engine, group)
+        engine.group = None
         if group.is_empty():
             del group.siblings[group.version]
             self._asked.clear()
 
-    def _take_out(self, group: _Group, place: Place | None, circuit: Circuit) -> None:
+    def _settle(self, engine: _Engine, group: _Group, place: Place | None) -> None:
+        """Put an engine of a group among those that are open, full or shut."""
+        engine.place = place
         if place is not None:
-            group.open.remove(place)
-            self._num_open -= 1
-        elif circuit is Circuit.CLOSED:
-            group.num_full -= 1
+            group.open.add(place, _kv_room(engine.view, engine.load))
+            self._num_open += 1
+            return
+        engine.is_shut = engine.view.circuit is not Circuit.CLOSED
+        if engine.is_shut:
+            group.num_shut += 1
         else:
+            group.num_full += 1
+
+    def _take_out(self, engine: _Engine, group: _Group) -> None:
+        """Undo ``_settle``."""
+        if engine.place is not None:
+            group.open.remove(engine.place)
+            self._num_open -= 1
+        elif engine.is_shut:
             group.num_shut -= 1
+        else:
+            group.num_full -= 1
 
     def _groups(self, view: EngineView) -> dict[WeightVersion | None, _Group]:
         if view.kind is EngineKind.DEDICATED:
@@ -233,7 +253,7 @@ class RoutingIndex:
 
     def __iter__(self) -> Iterator[EngineView]:
         """Iterate over the views, in the order in which the engines joined."""
-        return iter(self._views.values())
+        return (engine.view.under(engine.load) for engine in self._engines.values())
 
     def has_open_engine(self) -> bool:
         """Tell whether any engine would take some turn now; a cheap test before a long queue is searched."""
@@ -263,57 +283,63 @@ class RoutingIndex:
 
     def choose(self, turn: TurnView) -> Assign | Wait:
         """Decide where ``turn`` goes now."""
-        dedicated, borrowed = self._admissible(
-            turn.versions, is_dedicated_only=turn.is_dedicated_only, is_new=turn.affinity is None
+        affinity, num_prompt_tokens = turn.affinity, turn.num_prompt_tokens
+        asked = (num_prompt_tokens + turn.num_new_tokens, num_prompt_tokens)
+        kinds = dedicated, borrowed = self._admissible(
+            turn.versions, is_dedicated_only=turn.is_dedicated_only, is_new=affinity is None
         )
-        if turn.affinity is not None and turn.affinity not in turn.avoid:
-            here = self._views.get(turn.affinity)
-            if here is not None and self._can_take(here, turn):
-                return self._stay_or_go(here, turn, (dedicated, borrowed))
-        asked = _asked(turn)
-        for groups in (dedicated, borrowed):
+        if affinity is not None and affinity not in turn.avoid:
+            here = self._engines.get(affinity)
+            if here is not None and _can_take(here, asked, kinds):
+                return self._stay_or_go(here, turn, asked, kinds)
+        for groups in kinds:
             place = _first(groups, asked, turn.avoid)
             if place is not None:
-                view = self._views[place[-1]]
-                return Assign(view.engine_id, _reason(view, turn))
-        return self._return_or_wait(turn, (*dedicated, *borrowed))
+                return self._assign(self._engines[place[-1]], turn)
+        avoided = [engine for engine_id in turn.avoid if (engine := self._engines.get(engine_id)) is not None]
+        takers = [engine for engine in avoided if _can_take(engine, asked, kinds)]
+        if takers:
+            return self._assign(min(takers, key=lambda engine: _rank_avoided(engine, turn)), turn)
+        return Wait(self._obstacle(turn, (*dedicated, *borrowed)))
 
-    def _stay_or_go(self, here: EngineView, turn: TurnView, kinds: _Kinds) -> Assign:
+    def _stay_or_go(self, here: _Engine, turn: TurnView, asked: Sizes, kinds: _Kinds) -> Assign:
         """Decide for a turn that could go on where the trajectory is."""
         config = self._config
         if self._is_by_value and turn.moved_by is None:
-            asked, most_s, best = _asked(turn), 0.0, None
+            most_s, best = 0.0, None
             for groups in kinds:
                 place = _first(groups, asked, turn.avoid)
-                if place is None or place[-1] == here.engine_id:
+                if place is None or place == here.place or place[0]:  # every slot is expected to be asked for
                     continue
-                there = self._views[place[-1]]
-                if not self._has_seat(there):
-                    continue
-                if here.pace_s is None:
-                    if is_crowded(config, here, there):
-                        return Assign(there.engine_id, RouteReason.REBALANCED)
-                elif (earlier_s := gain_s(config, turn, here, there)) > most_s:
-                    best, most_s = there, earlier_s
+                there = self._engines[place[-1]]
+                if here.load.pace_s is None:
+                    if here.view.kind is there.view.kind and is_crowded(config, here.load, there.load):
+                        return Assign(place[-1], RouteReason.REBALANCED)
+                elif (earlier_s := gain_s(config, turn, here.load, there.load)) > most_s:
+                    best, most_s = place, earlier_s
             if best is not None:
-                return Assign(best.engine_id, RouteReason.MIGRATED)
-        return Assign(here.engine_id, _reason(here, turn))
+                return Assign(best[-1], RouteReason.MIGRATED)
+        return self._assign(here, turn)
 
-    def _return_or_wait(self, turn: TurnView, groups: tuple[_Group, ...]) -> Assign | Wait:
-        """Decide for a turn that only engines could take which it avoids, if any."""
-        avoided = [self._views[engine_id] for engine_id in turn.avoid if engine_id in self._views]
-        takers = [view for view in avoided if self._can_take(view, turn)]
-        if takers:
-            view = min(takers, key=lambda view: self._rank_avoided(view, turn))
-            return Assign(view.engine_id, _reason(view, turn))
+    def _assign(self, engine: _Engine, turn: TurnView) -> Assign:
+        view = engine.view
+        if turn.moved_by is not None:
+            return Assign(view.engine_id, _MOVED_REASON[turn.moved_by])
+        if view.engine_id == turn.affinity:
+            return Assign(view.engine_id, RouteReason.AFFINITY)
+        is_own = view.kind is EngineKind.DEDICATED
+        return Assign(view.engine_id, RouteReason.DEDICATED if is_own else RouteReason.BORROWED)
+
+    def _obstacle(self, turn: TurnView, groups: tuple[_Group, ...]) -> WaitReason:
+        """Return what keeps a turn from all engines; ``groups``: those of admissible ones."""
         if any(len(group.open) for group in groups):
-            return Wait(WaitReason.KV)
+            return WaitReason.KV
         if any(group.num_full for group in groups):
-            return Wait(WaitReason.SLOTS)
+            return WaitReason.SLOTS
         if groups:
-            return Wait(WaitReason.CIRCUIT)
+            return WaitReason.CIRCUIT
         has_ready = self._dedicated or (not turn.is_dedicated_only and (self._borrowed or self._slow))
-        return Wait(WaitReason.VERSION if has_ready else WaitReason.NO_READY_ENGINE)
+        return WaitReason.VERSION if has_ready else WaitReason.NO_READY_ENGINE
 
     def _admissible(self, versions: VersionConstraint, *, is_dedicated_only: bool, is_new: bool) -> _Kinds:
         """Return the dedicated groups and the borrowed groups that a turn may go to."""
@@ -333,45 +359,26 @@ class RoutingIndex:
     def _with_version(self, groups: dict[WeightVersion | None, _Group], versions: VersionConstraint) -> list[_Group]:
         return [group for version, group in groups.items() if is_admissible(versions, version, self.run)]
 
-    def _can_take(self, view: EngineView, turn: TurnView) -> bool:
-        """Test a single engine."""
-        if view.state is not EngineState.READY or not self._has_slot(view):
-            return False
-        if view.kind is EngineKind.BORROWED and (turn.is_dedicated_only or self._is_barred(view, turn)):
-            return False
-        (need, prompt), (room, prompt_room) = _asked(turn), _kv_room(view)
-        return (need <= room or prompt <= prompt_room) and is_admissible(turn.versions, view.version, self.run)
-
-    def _is_barred(self, view: EngineView, turn: TurnView) -> bool:
-        """Tell whether no trajectory may begin on a slow engine."""
-        return view.is_slow and turn.affinity is None and _has_hope(self._with_version(self._dedicated, turn.versions))
-
-    def _has_slot(self, view: EngineView) -> bool:
-        circuit = view.circuit
-        if circuit is not Circuit.CLOSED and (circuit is Circuit.OPEN or view.num_probing > 0):
-            return False
-        return view.num_in_flight < self._cap(view)
-
     def _cap(self, view: EngineView) -> int:
-        cap, slots = self._most_turns, view.num_slots
+        """Return how many turns an engine may have in flight."""
+        if view.circuit is Circuit.OPEN:
+            return 0
+        cap, slots = self._config.cap_per_engine, view.num_slots
         if view.num_shown is not None and self._is_by_value:
             cap = min(cap, self._config.untried_slots + view.num_shown)
         return cap if slots is None or slots > cap else slots
 
-    def _has_seat(self, view: EngineView) -> bool:
-        """Tell whether there is a slot that no trajectory will soon be back for."""
-        return view.num_in_flight + view.num_seats < self._cap(view)
-
-    def _place(self, view: EngineView) -> Place:
+    def _place(self, engine: _Engine) -> Place | None:
+        """Return where an engine stands among those of its kind, ``None`` without an open slot."""
+        view, load, cap = engine.view, engine.load, engine.cap
+        num_in_flight = load.num_in_flight
+        if num_in_flight >= cap or (load.num_probing and view.circuit is Circuit.HALF_OPEN):
+            return None
         if not self._is_by_value:
-            return (False, 0.0, view.num_in_flight, view.kv_used_fraction, view.engine_id)
-        pace_s, num_in_flight = view.pace_s, view.num_in_flight
-        ends_s = 0.0 if pace_s is None else pace_s * (view.most_left_tokens + 1)
-        is_full = num_in_flight + view.num_seats >= self._cap(view)
+            return (False, 0.0, num_in_flight, view.kv_used_fraction, view.engine_id)
+        pace_s, is_full = load.pace_s, num_in_flight + load.num_seats >= cap
+        ends_s = 0.0 if pace_s is None else pace_s * (load.most_left_tokens + 1)
         return (is_full, ends_s, num_in_flight, view.kv_used_fraction, view.engine_id)
-
-    def _rank_avoided(self, view: EngineView, turn: TurnView) -> tuple[bool, bool, Place]:
-        return view.engine_id != turn.affinity, view.kind is EngineKind.BORROWED, self._place(view)
 
 
 def _is_same_group(one: EngineView, other: EngineView) -> bool:
@@ -384,11 +391,24 @@ def _is_same_group(one: EngineView, other: EngineView) -> bool:
     )
 
 
+def _can_take(engine: _Engine, asked: Sizes, kinds: _Kinds) -> bool:
+    """Tell whether a single engine takes a turn for which these groups are admissible."""
+    if engine.place is None or (engine.group not in kinds[0] and engine.group not in kinds[1]):
+        return False
+    room = _kv_room(engine.view, engine.load)
+    return room[0] >= asked[0] or room[1] >= asked[1]
+
+
+def _rank_avoided(engine: _Engine, turn: TurnView) -> tuple[bool, bool, Place | None]:
+    view = engine.view
+    return view.engine_id != turn.affinity, view.kind is EngineKind.BORROWED, engine.place
+
+
 def _first(groups: list[_Group], asked: Sizes, avoid: AbstractSet[EngineId]) -> Place | None:
     """Return the place of the first engine of several groups with room for a turn."""
     best = None
     for group in groups:
-        place = group.first(asked, avoid)
+        place = group.first_besides(avoid, asked) if avoid else group.open.first(asked)
         if place is not None and (best is None or place < best):
             best = place
     return best
@@ -399,28 +419,16 @@ def _has_hope(groups: list[_Group]) -> bool:
     return any(len(group.open) or group.num_full for group in groups)
 
 
-def _asked(turn: TurnView) -> Sizes:
-    """Return what a turn needs of the two sizes of ``_kv_room``."""
-    return turn.num_prompt_tokens + turn.num_new_tokens, turn.num_prompt_tokens
-
-
-def _kv_room(view: EngineView) -> Sizes:
+def _kv_room(view: EngineView, load: EngineLoad) -> Sizes:
     """Return how large a turn may be, with all that it may generate, and how long a prompt is enough by itself.
 
     The turn must fit beside what is in flight. An idle engine is tried even when the whole turn would not fit (few turns
     use all their tokens), a borrowed one only if it holds the prompt: its budget may be zero for a while, and a dedicated
     engine refuses what never fits.
     """
-    if view.kv_total_tokens is None:
+    kv_total_tokens = view.kv_total_tokens
+    if kv_total_tokens is None:
         return _ANY_SIZE
-    if view.num_in_flight:
-        return view.kv_total_tokens - view.kv_reserved_tokens, -math.inf
-    return _ANY_SIZE if view.kind is EngineKind.DEDICATED else (-math.inf, view.kv_total_tokens - 1)
-
-
-def _reason(view: EngineView, turn: TurnView) -> RouteReason:
-    if turn.moved_by is not None:
-        return _MOVED_REASON[turn.moved_by]
-    if view.engine_id == turn.affinity:
-        return RouteReason.AFFINITY
-    return RouteReason.DEDICATED if view.kind is EngineKind.DEDICATED else RouteReason.BORROWED
+    if load.num_in_flight:
+        return kv_total_tokens - load.kv_reserved_tokens, -math.inf
+    return _ANY_SIZE if view.kind is EngineKind.DEDICATED else (-math.inf, kv_total_tokens - 1)

@@ -12,6 +12,7 @@ Invariants:
 from __future__ import annotations
 
 import math
+from array import array
 from bisect import bisect_left, insort
 from collections import deque
 from random import Random
@@ -22,7 +23,7 @@ from rose.errors import EngineLostError
 from rose.interfaces import ServingEngine
 from rose.policies.concurrency import KvReading, SlotLimit
 from rose.policies.pace import PaceModel
-from rose.policies.routing import Circuit, EngineState, EngineView, RoutingIndex
+from rose.policies.routing import Circuit, EngineLoad, EngineState, EngineView, RoutingIndex
 from rose.pool.circuit import CircuitBreaker
 from rose.pool.config import PoolConfig
 from rose.pool.turns import Attempt
@@ -100,7 +101,7 @@ class Member:
     held: dict[int, Attempt] = attrs.field(factory=dict)
     kv_reserved_tokens: int = 0
     load_tokens: int = 0
-    left_tokens: list[float] = attrs.field(factory=list)
+    left_tokens: array[float] = attrs.field(factory=lambda: array("d"))
     num_waiting_prompt_tokens: int = 0
     seats: dict[str, float] = attrs.field(factory=dict)
     num_shown: int = 0
@@ -268,33 +269,46 @@ class Membership:
         if self.members.get(member.engine_id) is member:
             self.index.put(self.view(member))
 
+    def _refresh_load(self, member: Member) -> None:
+        """Do the same where nothing but the member's load changed."""
+        if self.members.get(member.engine_id) is member:
+            self.index.put_load(member.engine_id, self._load(member))
+
     def view(self, member: Member) -> EngineView:
         """Return what the routing policy sees of a member."""
-        reading, circuit, kind, engine_id = member.reading, member.circuit.state, member.kind, member.engine_id
-        probing = 0
-        if circuit is Circuit.HALF_OPEN:
-            probing = sum(attempt.is_open and attempt.num_tokens == 0 for attempt in member.held.values())
-        estimate = self.pace.estimate(engine_id, kind, member.load_tokens)
+        reading = member.reading
         return EngineView(
-            engine_id=engine_id,
-            kind=kind,
+            engine_id=member.engine_id,
+            kind=member.kind,
             state=member.state,
             version=member.version,
-            circuit=circuit,
-            num_in_flight=len(member.held),
+            circuit=member.circuit.state,
             num_slots=0 if member.is_kept_free else member.slots.num_slots,
-            num_probing=probing,
             kv_total_tokens=None if reading is None else reading.kv_total_tokens,
-            kv_reserved_tokens=member.kv_reserved_tokens,
             kv_used_fraction=member.kv_used_fraction,
-            pace_s=None if estimate is None else estimate.pace_s,
-            slope_s=0.0 if estimate is None else estimate.slope_s,
-            prefill_s=self.pace.prefill_s,
-            num_waiting_prompt_tokens=member.num_waiting_prompt_tokens,
-            most_left_tokens=member.left_tokens[-1] if member.left_tokens else 0.0,
-            num_seats=self._num_seats(member) if member.seats else 0,
-            is_slow=estimate is not None and estimate.slowdown > self._config.routing.max_slowdown,
             num_shown=member.num_shown if member.is_new else None,
+            **self._load(member)._asdict(),
+        )
+
+    def _load(self, member: Member) -> EngineLoad:
+        num_probing, pace_s, slope_s, slowdown = 0, None, 0.0, 1.0
+        if member.circuit.state is Circuit.HALF_OPEN:
+            num_probing = sum(attempt.is_open and attempt.num_tokens == 0 for attempt in member.held.values())
+        estimate = self.pace.estimate(member.engine_id, member.kind, member.load_tokens)
+        if estimate is not None:
+            pace_s, slope_s, slowdown = estimate
+        left_tokens = member.left_tokens
+        return EngineLoad(
+            len(member.held),
+            num_probing,
+            member.kv_reserved_tokens,
+            member.num_waiting_prompt_tokens,
+            left_tokens[-1] if left_tokens else 0.0,
+            self._num_seats(member) if member.seats else 0,
+            pace_s,
+            slope_s,
+            self.pace.prefill_s,
+            slowdown > self._config.routing.max_slowdown,
         )
 
     def _num_seats(self, member: Member) -> int:
@@ -310,7 +324,7 @@ class Membership:
         if member is not None:
             member.seats.pop(trajectory_id, None)
             member.seats[trajectory_id] = now_s + self.pace.seat_s
-            self.refresh(member)
+            self._refresh_load(member)
 
     def take_seat(self, engine_id: EngineId | None, trajectory_id: str, now_s: float) -> None:
         """Note that a trajectory is back with its next turn."""
@@ -318,7 +332,7 @@ class Membership:
         expected_s = None if member is None else member.seats.pop(trajectory_id, None)
         if member is not None and expected_s is not None:
             self.pace.observe_pause(now_s - (expected_s - self.pace.seat_s))
-            self.refresh(member)
+            self._refresh_load(member)
 
     def still_stalled(self, stalls: dict[EngineId, float]) -> set[EngineId]:
         """Return the engines of ``stalls`` that made no token since the time given there; the others are deleted from it."""
@@ -342,8 +356,10 @@ class Membership:
         member.num_shown += 1
         member.num_waiting_prompt_tokens -= attempt.num_fresh_tokens  # its prompt was computed
         has_opened = member.circuit.succeed() or was_new
-        if has_opened or attempt.num_fresh_tokens:
+        if has_opened:
             self.refresh(member)
+        elif attempt.num_fresh_tokens:
+            self._refresh_load(member)
         return has_opened
 
     def learn(self, attempt: Attempt, now_s: float) -> None:
@@ -370,12 +386,15 @@ class Membership:
         """Reserve a slot and KV room for an attempt."""
         if not member.held:
             member.busy_since_s = now_s
+        request, record = attempt.request, attempt.record
+        num_prompt_tokens = num_fresh_tokens = len(request.prompt_ids)
+        attempt.num_prompt_tokens, attempt.left_tokens = num_prompt_tokens, record.progress.left_tokens
+        attempt.kv_tokens = num_prompt_tokens + request.sampling.max_tokens
         member.held[attempt.number] = attempt
-        member.kv_reserved_tokens += attempt.max_kv_tokens
-        insort(member.left_tokens, attempt.record.progress.left_tokens)
-        num_prompt_tokens = num_fresh_tokens = len(attempt.request.prompt_ids)
-        if attempt.record.affinity == member.engine_id:
-            num_fresh_tokens = max(0, num_prompt_tokens - attempt.record.progress.num_context_tokens)
+        member.kv_reserved_tokens += attempt.kv_tokens
+        insort(member.left_tokens, attempt.left_tokens)
+        if record.affinity == member.engine_id:
+            num_fresh_tokens = max(0, num_prompt_tokens - record.progress.num_context_tokens)
         member.load_tokens += num_prompt_tokens
         member.num_waiting_prompt_tokens += num_fresh_tokens
         attempt.load_tokens, attempt.num_fresh_tokens = member.load_tokens, num_fresh_tokens
@@ -383,20 +402,20 @@ class Membership:
             member.account.num_moved_in += 1
             member.account.num_moved_prompt_tokens += num_prompt_tokens
         member.account.num_attempts += 1
-        self.refresh(member)
+        self._refresh_load(member)
 
     def let_go(self, member: Member, attempt: Attempt, now_s: float) -> None:
         """Free what an attempt had reserved."""
         del member.held[attempt.number]
-        member.kv_reserved_tokens -= attempt.max_kv_tokens
-        del member.left_tokens[bisect_left(member.left_tokens, attempt.record.progress.left_tokens)]
-        member.load_tokens -= len(attempt.request.prompt_ids) + attempt.num_tokens
+        member.kv_reserved_tokens -= attempt.kv_tokens
+        del member.left_tokens[bisect_left(member.left_tokens, attempt.left_tokens)]
+        member.load_tokens -= attempt.num_prompt_tokens + attempt.num_tokens
         if not attempt.num_tokens:
             member.num_waiting_prompt_tokens -= attempt.num_fresh_tokens
         if not member.held:
             member.account.busy_s += now_s - member.busy_since_s
             self._freed.append(member)
-        self.refresh(member)
+        self._refresh_load(member)
 
     def take_freed(self) -> list[Member]:
         """Return the members whose last request ended since the last call."""

@@ -68,7 +68,8 @@ class Attempt:
     """One request to one engine. ``is_open`` until it ended or the pool gave it up; ``is_started`` once it may be known there.
 
     ``load_tokens``: the context of all the engine's turns when this one came; ``num_fresh_tokens``: prompt tokens that the engine
-    has to compute, as far as the pool knows.
+    has to compute, as far as the pool knows. What is reserved for it there is given back as it was taken: ``kv_tokens``, which it may come
+    to use, ``num_prompt_tokens`` and ``left_tokens`` (see ``Progress``).
     """
 
     record: TurnRecord
@@ -80,6 +81,9 @@ class Attempt:
     assigned_s: float = 0.0
     load_tokens: int = 0
     num_fresh_tokens: int = 0
+    kv_tokens: int = 0
+    num_prompt_tokens: int = 0
+    left_tokens: float = 0.0
     num_tokens: int = 0
     is_open: bool = True
     is_started: bool = False
@@ -88,11 +92,6 @@ class Attempt:
     def engine_id(self) -> EngineId:
         """Return the engine's id."""
         return self.member.engine_id
-
-    @property
-    def max_kv_tokens(self) -> int:
-        """Return how many tokens of KV memory the request may come to use."""
-        return len(self.request.prompt_ids) + self.request.sampling.max_tokens
 
 
 @attrs.define(kw_only=True, eq=False)
@@ -129,8 +128,8 @@ class TurnRecord:
     @property
     def num_left_tokens(self) -> int:
         """Return what is left of the turn's token budget and of the context; at most 0 once there is no room."""
-        left = self.turn.sampling.max_tokens - len(self.token_ids)
-        return left if self.max_context_tokens is None else min(left, self.max_context_tokens - self.num_prompt_tokens)
+        left, limit = self.turn.sampling.max_tokens - len(self.token_ids), self.max_context_tokens
+        return left if limit is None else min(left, limit - self.num_prompt_tokens)
 
     @property
     def num_busy(self) -> int:

@@ -47,7 +47,7 @@ def choose(*views: EngineView, turn: TurnView = TURN, config: RoutingConfig = CO
 
 
 def test_a_trajectory_moves_when_what_is_left_and_its_prompt_take_clearly_less_elsewhere() -> None:
-    assert gain_s(CONFIG, TURN, HERE, THERE) == pytest.approx(20.0 - (10.0 + 1.0))
+    assert gain_s(CONFIG, TURN, HERE.load, THERE.load) == pytest.approx(20.0 - (10.0 + 1.0))
     assert choose(HERE, THERE) == MOVE
 
 

@@ -32,14 +32,18 @@ def check_chunks(room: OrderedRoom, max_chunk: int) -> None:
             assert chunk.bounds[i] == largest if chunk.is_exact else chunk.bounds[i] >= largest
 
 
-@given(st.lists(st.tuples(KEYS, SIZES, SIZES), min_size=60, max_size=150))
+@given(st.lists(st.tuples(KEYS, st.none() | KEYS, SIZES, SIZES), min_size=60, max_size=150))
 @settings(max_examples=60, deadline=None)
 def test_it_is_a_sorted_list_that_is_searched_by_size(history):
-    """Each step puts a key in, or takes it out if it is in, and then asks."""
+    """Each step puts a key in, or takes it out or to another place if it is in, and then asks."""
     room, entries = OrderedRoom(), {}
     with patch.object(ordered, "_MAX_CHUNK", 8):
-        for key, sizes, asked in history:
-            if key in entries:
+        for key, to, sizes, asked in history:
+            if key in entries and to is not None and (to == key or to not in entries):
+                del entries[key]
+                entries[to] = sizes
+                room.move(key, to, sizes)
+            elif key in entries:
                 del entries[key]
                 room.remove(key)
             else:
@@ -47,6 +51,7 @@ def test_it_is_a_sorted_list_that_is_searched_by_size(history):
                 room.add(key, sizes)
             fitting = [key for key, has in sorted(entries.items()) if has[0] >= asked[0] or has[1] >= asked[1]]
             assert list(room.fitting(asked)) == fitting
+            assert room.first(asked) == (fitting[0] if fitting else None)
             check_chunks(room, 8)
             assert list(room) == sorted(entries)
             assert len(room) == len(entries)
@@ -56,6 +61,7 @@ def test_it_is_a_sorted_list_that_is_searched_by_size(history):
 def test_nothing_fits_into_nothing():
     assert OrderedRoom().largest() == NO_SIZES
     assert list(OrderedRoom().fitting((0, 0))) == []
+    assert OrderedRoom().first((-math.inf, 0)) is None
 
 
 def test_a_key_that_is_not_in_cannot_be_taken_out():
@@ -63,8 +69,13 @@ def test_a_key_that_is_not_in_cannot_be_taken_out():
     for key in ((0,), (2,), (4,)):
         with pytest.raises(KeyError):
             room.remove(key)
+        with pytest.raises(KeyError):
+            room.move(key, (2.5,), (0, 0))
     with pytest.raises(KeyError):
         OrderedRoom().remove((1,))
+    with pytest.raises(KeyError):
+        OrderedRoom().move((1,), (2,), (0, 0))
+    assert list(room) == [(1,), (3,)]
 
 
 def test_a_search_in_vain_is_short_and_chunks_do_not_stay_short():

@@ -8,6 +8,7 @@ import pytest
 from rose.policies.routing import (
     Assign,
     Circuit,
+    EngineLoad,
     EngineState,
     EngineView,
     RoutingConfig,
@@ -194,3 +195,34 @@ def test_what_was_asked_before_is_answered_anew_when_a_version_comes_or_goes_or_
     index.run = "r"
     index.put(engine("b", version=WeightVersion("r", 3)))
     assert index.choose(turn) == Wait(WaitReason.VERSION)
+
+
+def test_a_load_replaces_what_an_engine_has_to_do_and_nothing_else():
+    index = RoutingIndex(RoutingConfig(cap_per_engine=4))
+    for name in ("x", "y"):
+        index.put(engine(name, version=WeightVersion("r", 1)))
+    index.put_load(EngineId("x"), EngineLoad(num_in_flight=1, most_left_tokens=5.0))
+    assert index.choose(TURN) == Assign(EngineId("y"), RouteReason.DEDICATED)
+    assert next(iter(index)) == engine("x", version=WeightVersion("r", 1), num_in_flight=1, most_left_tokens=5.0)
+    index.put_load(EngineId("y"), EngineLoad(num_in_flight=4))
+    assert index.choose(TURN) == Assign(EngineId("x"), RouteReason.DEDICATED)
+    index.put_load(EngineId("x"), EngineLoad(num_in_flight=4))
+    assert index.choose(TURN) == Wait(WaitReason.SLOTS)
+    index.put_load(EngineId("y"), EngineLoad())
+    assert index.choose(TURN) == Assign(EngineId("y"), RouteReason.DEDICATED)
+
+
+def test_a_load_tells_that_an_engine_became_slow():
+    index = RoutingIndex(RoutingConfig())
+    index.put(borrowed("lent"))
+    index.put(engine("own", num_in_flight=16))
+    assert index.choose(TURN) == Assign(EngineId("lent"), RouteReason.BORROWED)
+    index.put_load(EngineId("lent"), EngineLoad(is_slow=True))
+    assert index.choose(TURN) == Wait(WaitReason.SLOTS)
+    index.put_load(EngineId("lent"), EngineLoad())
+    assert index.choose(TURN) == Assign(EngineId("lent"), RouteReason.BORROWED)
+
+
+def test_an_engine_that_was_not_put_has_no_load():
+    with pytest.raises(KeyError, match="x"):
+        RoutingIndex(RoutingConfig()).put_load(EngineId("x"), EngineLoad())
