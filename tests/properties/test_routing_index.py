@@ -98,7 +98,9 @@ class Scan:
         }
         before_s = max(ends_s["stay"], ends_s["there without"])
         gain = before_s - max(ends_s["go"], ends_s["here without"])
-        return gain if gain > max(self.config.min_gain_s, self.config.hysteresis_fraction * before_s) else 0.0
+        held_up_s = there.prefill_s * prompt * (there.num_in_flight + there.num_seats)
+        least_s = max(self.config.min_gain_s, self.config.hysteresis_fraction * before_s, held_up_s)
+        return gain if gain > least_s else 0.0
 
     def obstacle(self, view, turn):
         is_barred = turn.is_dedicated_only and view.kind is EngineKind.BORROWED

@@ -78,7 +78,7 @@ class RoutingConfig:
     untried_slots: int = attrs.field(default=2, validator=checks.integer(1))
     rule: RoutingRule = attrs.field(default=RoutingRule.VALUE, validator=checks.instance(RoutingRule))
     min_gain_s: float = attrs.field(default=1.0, validator=checks.number(at_least=0))
-    hysteresis_fraction: float = attrs.field(default=0.15, validator=checks.number(at_least=0, at_most=1))
+    hysteresis_fraction: float = attrs.field(default=0.03, validator=checks.number(at_least=0, at_most=1))
     progress_factor: float = attrs.field(default=3.0, validator=checks.number(at_least=0))
     max_context_tokens: int | None = attrs.field(default=None, validator=checks.optional(checks.integer(1)))
     load_margin: int = attrs.field(default=2, validator=checks.integer(1))

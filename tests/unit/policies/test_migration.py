@@ -53,8 +53,14 @@ def test_a_trajectory_moves_when_what_is_left_and_its_prompt_take_clearly_less_e
 
 def test_what_would_be_gained_by_less_than_the_hysteresis_is_left() -> None:
     little = attrs.evolve(THERE, pace_s=0.0175)  # 20 s here; 17.5 + 1 s there is 7.5 % less
-    assert choose(HERE, little) == STAY
-    assert choose(HERE, little, config=attrs.evolve(CONFIG, hysteresis_fraction=0.05)) == MOVE
+    assert choose(HERE, little, config=attrs.evolve(CONFIG, hysteresis_fraction=0.1)) == STAY
+    assert choose(HERE, little) == MOVE
+
+
+def test_a_prompt_that_many_would_wait_for_is_not_computed_elsewhere() -> None:
+    """The move gains 9 s, and holds up everyone there for 1 s, those included that will soon be back."""
+    assert choose(HERE, attrs.evolve(THERE, num_in_flight=8)) == MOVE
+    assert choose(HERE, attrs.evolve(THERE, num_in_flight=8, num_seats=2)) == STAY
 
 
 def test_a_young_trajectory_stays_because_its_prompt_costs_more_than_it_has_left() -> None:
