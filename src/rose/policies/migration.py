@@ -38,14 +38,24 @@ def gain_s(config: RoutingConfig, turn: TurnView, here: EngineView, there: Engin
         return 0.0
     left, prompt = turn.num_left_tokens, turn.num_prompt_tokens
     left_here, left_there = here.most_left_tokens, there.most_left_tokens
-    stay_s = (here.pace_s + here.slope_s * prompt) * max(left, left_here)
-    stay_s += here.prefill_s * here.num_waiting_prompt_tokens
-    go_s = (there.pace_s + there.slope_s * prompt) * max(left, left_there)
-    go_s += there.prefill_s * (there.num_waiting_prompt_tokens + prompt)
+    stay_s = _last_end_s(here, left, prompt) + here.prefill_s * here.num_waiting_prompt_tokens
+    go_s = _last_end_s(there, left, prompt) + there.prefill_s * (there.num_waiting_prompt_tokens + prompt)
     before_s = max(stay_s, there.pace_s * left_there)
     after_s = max(go_s, here.pace_s * left_here)
     gain, held_up_s = before_s - after_s, there.prefill_s * prompt * (there.num_in_flight + there.num_seats)
     return gain if gain > max(config.min_gain_s, config.hysteresis_fraction * before_s, held_up_s) else 0.0
+
+
+def _last_end_s(view: EngineView, left: float, prompt: int) -> float:
+    """Return when the latest ends of a trajectory with so much left and those of an engine that it is with.
+
+    They share it until the first of it and the most advanced one ends; the other then has what is left to itself.
+    """
+    assert view.pace_s is not None  # noqa: S101 - the caller has looked
+    own_s, others = view.slope_s * prompt, view.most_left_tokens
+    together_s = (view.pace_s + own_s) * min(left, others)
+    alone_s = (view.idle_s + own_s) * (left - others) if left > others else view.pace_s * (others - left)
+    return together_s + alone_s
 
 
 def is_crowded(config: RoutingConfig, here: EngineView, there: EngineView) -> bool:

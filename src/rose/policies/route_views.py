@@ -98,6 +98,7 @@ class EngineView:
         num_slots: Bounds the turns in flight below the cap; ``None``: the cap alone does.
         pace_s: Seconds a token with the turns that it has; ``None`` as long as no pace is known.
         slope_s: By how much one more token of context adds to that.
+        idle_s: Seconds a token without any turn.
         prefill_s: Seconds to compute one prompt token.
         num_waiting_prompt_tokens: Prompt tokens that are to be computed before a turn that comes now.
         most_left_tokens: The most that one of its trajectories is expected to make yet.
@@ -119,6 +120,7 @@ class EngineView:
     kv_used_fraction: float = 0.0
     pace_s: float | None = None
     slope_s: float = 0.0
+    idle_s: float = 0.0
     prefill_s: float = 0.0
     num_waiting_prompt_tokens: int = 0
     most_left_tokens: float = 0.0

@@ -320,6 +320,7 @@ class Membership:
             kv_used_fraction=member.kv_used_fraction,
             pace_s=None if estimate is None else estimate.pace_s,
             slope_s=0.0 if estimate is None else estimate.slope_s,
+            idle_s=0.0 if estimate is None else estimate.idle_s,
             prefill_s=self.pace.prefill_s,
             num_waiting_prompt_tokens=member.num_waiting_prompt_tokens,
             most_left_tokens=member.left_tokens[-1] if member.left_tokens else 0.0,
@@ -382,7 +383,7 @@ class Membership:
         """Learn an engine's pace from a turn that finished: from one that found its prefix there, or computed it anew."""
         member, pace = attempt.member, self.pace
         pace.now_s = now_s
-        load = (attempt.load_tokens + member.load_tokens) / 2
+        load = (attempt.load_tokens + member.load_tokens + member.seat_tokens) / 2
         duration_s = now_s - attempt.assigned_s
         if attempt.reason is RouteReason.AFFINITY:
             pace.observe(
@@ -410,7 +411,7 @@ class Membership:
             num_fresh_tokens = max(0, num_prompt_tokens - attempt.record.progress.num_context_tokens)
         member.load_tokens += num_prompt_tokens
         member.num_waiting_prompt_tokens += num_fresh_tokens
-        attempt.load_tokens, attempt.num_fresh_tokens = member.load_tokens, num_fresh_tokens
+        attempt.load_tokens, attempt.num_fresh_tokens = member.load_tokens + member.seat_tokens, num_fresh_tokens
         if attempt.reason in _MOVES:
             member.account.num_moved_in += 1
             member.account.num_moved_prompt_tokens += num_prompt_tokens
