@@ -251,9 +251,7 @@ class PoolState:
     # Below: one small step each.
 
     def _left_tokens(self, known: Known, num_context_tokens: int) -> float:
-        return remaining_tokens(
-            self._config.routing, num_made=known.num_made_tokens, num_context=num_context_tokens
-        )
+        return remaining_tokens(self._config.routing, num_made=known.num_made_tokens, num_context=num_context_tokens)
 
     def _enqueue(self, record: TurnRecord, now_s: float) -> None:
         """Put a turn into the queue, or settle it if it is not to run."""

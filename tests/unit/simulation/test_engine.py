@@ -217,7 +217,11 @@ def test_tokens_carry_the_version_that_made_them() -> None:
         await engine.stage(update)
         await engine.activate()
         chunks = [chunk for _, chunk in await task]
-        assert [(chunk.version.n, len(chunk.token_ids)) for chunk in chunks if chunk.version] == [(1, 1), (1, 15), (2, 14)]
+        assert [(chunk.version.n, len(chunk.token_ids)) for chunk in chunks if chunk.version] == [
+            (1, 1),
+            (1, 15),
+            (2, 14),
+        ]
         assert [chunk.finish_reason for chunk in chunks] == [None, None, FinishReason.STOP]
 
     run(main)
