@@ -96,7 +96,7 @@ class Scan:
         }
         before_s = max(ends_s["stay"], ends_s["there without"])
         gain = before_s - max(ends_s["go"], ends_s["here without"])
-        crowd_s = self.config.crowd_fraction * there.prefill_s * prompt * (there.num_in_flight + there.num_seats)
+        crowd_s = there.prefill_s * prompt * (there.num_in_flight + there.num_seats)
         least_s = max(self.config.min_gain_s, self.config.hysteresis_fraction * before_s, crowd_s)
         return gain if gain > least_s else 0.0
 

@@ -2,8 +2,8 @@
 
 What a step waits for is its last trajectory, so engines are compared by when the *latest* of the trajectories concerned would end: the
 one that asks, the one with the most left on the engine that it leaves, and the one with the most left on the engine that
-it would join. A move must end that clearly earlier, with the prompt that is to be computed anew counted in, and by more than a share of
-what that prompt holds up all the others there together: on a crowded engine a small gain is not worth everybody's wait. So a
+it would join. A move must end that clearly earlier, with the prompt that is to be computed anew counted in, and by more than that prompt
+holds up all the others there together: on a crowded engine a small gain is not worth everybody's wait. So a
 trajectory with much left gets a fast engine to itself, one with little left makes room for it, and nobody moves for a trifle.
 
 What is left is judged by progress alone: who has run long is expected to run on for long. Lengths are not predicted.
@@ -43,7 +43,7 @@ def gain_s(config: RoutingConfig, turn: TurnView, here: EngineView, there: Engin
     before_s = max(stay_s, there.pace_s * left_there)
     after_s = max(go_s, here.pace_s * left_here)
     gain, crowd_s = before_s - after_s, there.prefill_s * prompt * (there.num_in_flight + there.num_seats)
-    least_s = max(config.min_gain_s, config.hysteresis_fraction * before_s, config.crowd_fraction * crowd_s)
+    least_s = max(config.min_gain_s, config.hysteresis_fraction * before_s, crowd_s)
     return gain if gain > least_s else 0.0
 
 

@@ -64,9 +64,7 @@ class RoutingConfig:
         rule: How engines are compared. All that follows is of ``value``.
         hysteresis_fraction: A trajectory moves if that ends what is left, of it and of the trajectories that it meets or leaves, earlier
             by more than this share,
-        min_gain_s: and by more than this,
-        crowd_fraction: and by more than this share of the time for which its prompt holds up all the others there together. A share, since few of them are
-            the last of the step.
+        min_gain_s: and by more than this, and by more than its prompt holds up all the others there together.
         progress_factor: A trajectory is expected to make this many times the tokens that it has made. No length is predicted.
         max_context_tokens: Where the job cuts trajectories, if the pool is told: what is left never goes beyond.
         load_margin: Before paces are known: a turn leaves its engine for one of the same kind that has fewer turns, if it would
@@ -81,7 +79,6 @@ class RoutingConfig:
     rule: RoutingRule = attrs.field(default=RoutingRule.VALUE, validator=checks.instance(RoutingRule))
     min_gain_s: float = attrs.field(default=1.0, validator=checks.number(at_least=0))
     hysteresis_fraction: float = attrs.field(default=0.03, validator=checks.number(at_least=0, at_most=1))
-    crowd_fraction: float = attrs.field(default=0.25, validator=checks.number(at_least=0))
     progress_factor: float = attrs.field(default=3.0, validator=checks.number(at_least=0))
     max_context_tokens: int | None = attrs.field(default=None, validator=checks.optional(checks.integer(1)))
     load_margin: int = attrs.field(default=2, validator=checks.integer(1))
