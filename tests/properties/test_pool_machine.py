@@ -82,7 +82,16 @@ class Flight:
 
 def timeless(view: EngineView) -> EngineView:
     """Return a view without what time and other engines' turns change: its pace, and who is expected back."""
-    return attrs.evolve(view, pace_s=None, slope_s=0.0, prefill_s=0.0, num_seats=0, is_slow=False)
+    return attrs.evolve(
+        view,
+        pace_s=None,
+        slope_s=0.0,
+        idle_s=0.0,
+        prefill_s=0.0,
+        most_left_tokens=0.0,
+        num_seats=0,
+        is_slow=False,
+    )
 
 
 class PoolMachine(RuleBasedStateMachine):
@@ -422,6 +431,10 @@ class PoolMachine(RuleBasedStateMachine):
             assert len(held) <= CAP
             assert 1 <= member.slots.num_slots <= CAP
             assert member.kv_reserved_tokens == sum(attempt.kv_tokens for attempt in held)
+            seats = member.seats.values()
+            assert member.seat_tokens == sum(seat.num_context_tokens for seat in seats)
+            left = [attempt.record.progress.left_tokens for attempt in held]
+            assert list(member.left_tokens) == sorted([*left, *(seat.left_tokens for seat in seats)])
             shown = [timeless(view) for view in self.state.engines.index]
             assert timeless(self.state.engines.view(member)) in shown, "the index shows the member as it is"
 

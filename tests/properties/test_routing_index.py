@@ -90,16 +90,22 @@ class Scan:
     def gain_s(self, here, there, turn):
         left, prompt = turn.num_left_tokens, turn.num_prompt_tokens
         ends_s = {
-            "stay": (here.pace_s + here.slope_s * prompt) * max(left, here.most_left_tokens)
-            + here.prefill_s * here.num_waiting_prompt_tokens,
+            "stay": self.last_end_s(here, left, prompt) + here.prefill_s * here.num_waiting_prompt_tokens,
             "there without": there.pace_s * there.most_left_tokens,
-            "go": (there.pace_s + there.slope_s * prompt) * max(left, there.most_left_tokens)
-            + there.prefill_s * (there.num_waiting_prompt_tokens + prompt),
+            "go": self.last_end_s(there, left, prompt) + there.prefill_s * (there.num_waiting_prompt_tokens + prompt),
             "here without": here.pace_s * here.most_left_tokens,
         }
         before_s = max(ends_s["stay"], ends_s["there without"])
         gain = before_s - max(ends_s["go"], ends_s["here without"])
-        return gain if gain > max(self.config.min_gain_s, self.config.hysteresis_fraction * before_s) else 0.0
+        crowd_s = there.prefill_s * prompt * (there.num_in_flight + there.num_seats)
+        least_s = max(self.config.min_gain_s, self.config.hysteresis_fraction * before_s, crowd_s)
+        return gain if gain > least_s else 0.0
+
+    def last_end_s(self, view, left, prompt):
+        own_s = view.slope_s * prompt
+        num_shared = min(left, view.most_left_tokens)
+        alone_s = (view.idle_s + own_s) * (left - num_shared) + view.pace_s * (view.most_left_tokens - num_shared)
+        return (view.pace_s + own_s) * num_shared + alone_s
 
     def obstacle(self, view, turn):
         is_barred = turn.is_dedicated_only and view.kind is EngineKind.BORROWED
@@ -179,6 +185,7 @@ VIEWS = st.builds(
     kv_used_fraction=st.sampled_from([0.0, 0.25, 0.5]),
     pace_s=st.sampled_from([None, 0.5, 1.0, 2.0]),
     slope_s=st.sampled_from([0.0, 0.01]),
+    idle_s=st.sampled_from([0.25, 0.5]),
     prefill_s=st.sampled_from([0.0, 0.1]),
     num_waiting_prompt_tokens=st.integers(0, 30),
     most_left_tokens=st.sampled_from([0.0, 0.0, 5.0, 20.0]),

@@ -73,11 +73,12 @@ class _Line:
 
 
 class Estimate(NamedTuple):
-    """Seconds a token, what one more token of context adds, and how many times what a dedicated engine takes at that load."""
+    """Seconds a token, what one more token of context adds, how many times what a dedicated engine takes at that load, seconds without load."""
 
     pace_s: float
     slope_s: float
     slowdown: float
+    idle_s: float
 
 
 @attrs.define(eq=False)
@@ -180,4 +181,4 @@ class PaceModel:
         pace_s = factor * line.at(load_tokens)
         if kind is EngineKind.BORROWED and dedicated is not None:
             slowdown = pace_s / dedicated.at(load_tokens)
-        return Estimate(pace_s, factor * line.slope, slowdown)
+        return Estimate(pace_s, factor * line.slope, slowdown, factor * line.intercept)

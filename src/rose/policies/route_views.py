@@ -66,7 +66,7 @@ class RoutingConfig:
         rule: How engines are compared. All that follows is of ``value``.
         hysteresis_fraction: A trajectory moves if that ends what is left, of it and of the trajectories that it meets or leaves, earlier
             by more than this share,
-        min_gain_s: and by more than this.
+        min_gain_s: and by more than this, and by more than its prompt holds up all the others there together.
         progress_factor: A trajectory is expected to make this many times the tokens that it has made. No length is predicted.
         max_context_tokens: Where the job cuts trajectories, if the pool is told: what is left never goes beyond.
         load_margin: Before paces are known: a turn leaves its engine for one of the same kind that has fewer turns, if it would
@@ -80,7 +80,7 @@ class RoutingConfig:
     untried_slots: int = attrs.field(default=2, validator=checks.integer(1))
     rule: RoutingRule = attrs.field(default=RoutingRule.VALUE, validator=checks.instance(RoutingRule))
     min_gain_s: float = attrs.field(default=1.0, validator=checks.number(at_least=0))
-    hysteresis_fraction: float = attrs.field(default=0.15, validator=checks.number(at_least=0, at_most=1))
+    hysteresis_fraction: float = attrs.field(default=0.03, validator=checks.number(at_least=0, at_most=1))
     progress_factor: float = attrs.field(default=3.0, validator=checks.number(at_least=0))
     max_context_tokens: int | None = attrs.field(default=None, validator=checks.optional(checks.integer(1)))
     load_margin: int = attrs.field(default=2, validator=checks.integer(1))
@@ -99,6 +99,7 @@ class EngineLoad(NamedTuple):
     num_seats: int = 0
     pace_s: float | None = None
     slope_s: float = 0.0
+    idle_s: float = 0.0
     prefill_s: float = 0.0
     is_slow: bool = False
 
@@ -118,6 +119,7 @@ class EngineView:
         num_slots: Bounds the turns in flight below the cap; ``None``: the cap alone does.
         pace_s: Seconds a token with the turns that it has; ``None`` as long as no pace is known.
         slope_s: By how much one more token of context adds to that.
+        idle_s: Seconds a token without any turn.
         prefill_s: Seconds to compute one prompt token.
         num_waiting_prompt_tokens: Prompt tokens that are to be computed before a turn that comes now.
         most_left_tokens: The most that one of its trajectories is expected to make yet.
@@ -139,6 +141,7 @@ class EngineView:
     kv_used_fraction: float = 0.0
     pace_s: float | None = None
     slope_s: float = 0.0
+    idle_s: float = 0.0
     prefill_s: float = 0.0
     num_waiting_prompt_tokens: int = 0
     most_left_tokens: float = 0.0

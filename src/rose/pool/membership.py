@@ -16,6 +16,7 @@ from array import array
 from bisect import bisect_left, insort
 from collections import deque
 from random import Random
+from typing import NamedTuple
 
 import attrs
 
@@ -68,6 +69,14 @@ class EngineAccount:
         return attrs.evolve(self, num_ended=dict(self.num_ended))
 
 
+class Seat(NamedTuple):
+    """A trajectory whose environment is at work: until when it is expected, its context, what it is expected to make yet."""
+
+    expected_s: float
+    num_context_tokens: int
+    left_tokens: float
+
+
 @attrs.define(kw_only=True, eq=False)
 class Member:
     """One engine and what the pool knows of it.
@@ -76,10 +85,11 @@ class Member:
         asked_s: When it was asked for a reading that it has not given yet.
         joined_s: When it joined.
         load_tokens: Context of all that is held, prompts and what was made.
+        seat_tokens: Context of all that has a seat.
         kv_used_fraction: How much of its KV memory was in use when it was read.
-        left_tokens: What the trajectory of each held attempt is expected to make yet, the least first.
+        left_tokens: What the trajectory of each held attempt and of each seat is expected to make yet, the least first.
         num_waiting_prompt_tokens: Prompt tokens of held attempts that show no token yet, without prefixes that were here.
-        seats: Trajectories whose last turn ended here, and until when their next one is expected; in the order of those times.
+        seats: Trajectories whose last turn ended here and whose next one is expected, in the order of those times.
         lease_ends_s: When its lease ends unless it is renewed; ``None`` when the pool was not told.
         num_shown: Turns that it has shown a token of since it joined; enough from the start for one that joined before the pool had any,
             when holding back would only send the first trajectories to worse engines.
@@ -101,9 +111,10 @@ class Member:
     held: dict[int, Attempt] = attrs.field(factory=dict)
     kv_reserved_tokens: int = 0
     load_tokens: int = 0
+    seat_tokens: int = 0
     left_tokens: array[float] = attrs.field(factory=lambda: array("d"))
     num_waiting_prompt_tokens: int = 0
-    seats: dict[str, float] = attrs.field(factory=dict)
+    seats: dict[str, Seat] = attrs.field(factory=dict)
     num_shown: int = 0
     last_token_s: float = -math.inf
     busy_since_s: float = 0.0
@@ -128,6 +139,25 @@ class Member:
     def is_new(self) -> bool:
         """Return whether it has shown tokens of fewer turns than it may have at once."""
         return self.num_shown < self.slots.cap
+
+    def keep_seat(self, trajectory_id: str, seat: Seat) -> None:
+        """Expect a trajectory back."""
+        self.free_seat(trajectory_id)
+        self.seats[trajectory_id] = seat
+        self.seat_tokens += seat.num_context_tokens
+        insort(self.left_tokens, seat.left_tokens)
+
+    def free_seat(self, trajectory_id: str) -> Seat | None:
+        """Expect a trajectory no more; returns the seat that it had, if any."""
+        seat = self.seats.pop(trajectory_id, None)
+        if seat is not None:
+            self.seat_tokens -= seat.num_context_tokens
+            self.no_longer_left(seat.left_tokens)
+        return seat
+
+    def no_longer_left(self, left_tokens: float) -> None:
+        """Take one of the ``left_tokens`` out."""
+        del self.left_tokens[bisect_left(self.left_tokens, left_tokens)]
 
     def note_reading(self, reading: EngineSnapshot, now_s: float) -> None:
         """Take a newer reading; it may move the number of slots."""
@@ -291,12 +321,13 @@ class Membership:
         )
 
     def _load(self, member: Member) -> EngineLoad:
-        num_probing, pace_s, slope_s, slowdown = 0, None, 0.0, 1.0
+        num_probing, pace_s, slope_s, slowdown, idle_s = 0, None, 0.0, 1.0, 0.0
         if member.circuit.state is Circuit.HALF_OPEN:
             num_probing = sum(attempt.is_open and attempt.num_tokens == 0 for attempt in member.held.values())
-        estimate = self.pace.estimate(member.engine_id, member.kind, member.load_tokens)
+        num_seats = self._num_seats(member) if member.seats else 0
+        estimate = self.pace.estimate(member.engine_id, member.kind, member.load_tokens + member.seat_tokens)
         if estimate is not None:
-            pace_s, slope_s, slowdown = estimate
+            pace_s, slope_s, slowdown, idle_s = estimate
         left_tokens = member.left_tokens
         return EngineLoad(
             len(member.held),
@@ -304,9 +335,10 @@ class Membership:
             member.kv_reserved_tokens,
             member.num_waiting_prompt_tokens,
             left_tokens[-1] if left_tokens else 0.0,
-            self._num_seats(member) if member.seats else 0,
+            num_seats,
             pace_s,
             slope_s,
+            idle_s,
             self.pace.prefill_s,
             slowdown > self._config.routing.max_slowdown,
         )
@@ -314,24 +346,25 @@ class Membership:
     def _num_seats(self, member: Member) -> int:
         """Count the trajectories that will soon be back, and forget those that did not come."""
         seats, now_s = member.seats, self.pace.now_s
-        while seats and seats[first := next(iter(seats))] <= now_s:
-            del seats[first]
+        while seats and seats[first := next(iter(seats))].expected_s <= now_s:
+            member.free_seat(first)
         return len(seats)
 
-    def keep_seat(self, engine_id: EngineId, trajectory_id: str, now_s: float) -> None:
+    def keep_seat(
+        self, engine_id: EngineId, trajectory_id: str, now_s: float, *, num_context_tokens: int, left_tokens: float
+    ) -> None:
         """Expect a trajectory back whose turn ended."""
         member = self.members.get(engine_id)
         if member is not None:
-            member.seats.pop(trajectory_id, None)
-            member.seats[trajectory_id] = now_s + self.pace.seat_s
+            member.keep_seat(trajectory_id, Seat(now_s + self.pace.seat_s, num_context_tokens, left_tokens))
             self._refresh_load(member)
 
     def take_seat(self, engine_id: EngineId | None, trajectory_id: str, now_s: float) -> None:
         """Note that a trajectory is back with its next turn."""
         member = self.members.get(engine_id) if engine_id is not None else None
-        expected_s = None if member is None else member.seats.pop(trajectory_id, None)
-        if member is not None and expected_s is not None:
-            self.pace.observe_pause(now_s - (expected_s - self.pace.seat_s))
+        seat = None if member is None else member.free_seat(trajectory_id)
+        if member is not None and seat is not None:
+            self.pace.observe_pause(now_s - (seat.expected_s - self.pace.seat_s))
             self._refresh_load(member)
 
     def still_stalled(self, stalls: dict[EngineId, float]) -> set[EngineId]:
@@ -366,7 +399,7 @@ class Membership:
         """Learn an engine's pace from a turn that finished: from one that found its prefix there, or computed it anew."""
         member, pace = attempt.member, self.pace
         pace.now_s = now_s
-        load = (attempt.load_tokens + member.load_tokens) / 2
+        load = (attempt.load_tokens + member.load_tokens + member.seat_tokens) / 2
         duration_s = now_s - attempt.assigned_s
         if attempt.reason is RouteReason.AFFINITY:
             pace.observe(
@@ -397,7 +430,7 @@ class Membership:
             num_fresh_tokens = max(0, num_prompt_tokens - record.progress.num_context_tokens)
         member.load_tokens += num_prompt_tokens
         member.num_waiting_prompt_tokens += num_fresh_tokens
-        attempt.load_tokens, attempt.num_fresh_tokens = member.load_tokens, num_fresh_tokens
+        attempt.load_tokens, attempt.num_fresh_tokens = member.load_tokens + member.seat_tokens, num_fresh_tokens
         if attempt.reason in _MOVES:
             member.account.num_moved_in += 1
             member.account.num_moved_prompt_tokens += num_prompt_tokens
@@ -408,7 +441,7 @@ class Membership:
         """Free what an attempt had reserved."""
         del member.held[attempt.number]
         member.kv_reserved_tokens -= attempt.kv_tokens
-        del member.left_tokens[bisect_left(member.left_tokens, attempt.left_tokens)]
+        member.no_longer_left(attempt.left_tokens)
         member.load_tokens -= attempt.num_prompt_tokens + attempt.num_tokens
         if not attempt.num_tokens:
             member.num_waiting_prompt_tokens -= attempt.num_fresh_tokens

@@ -50,7 +50,7 @@ from rose.pool.sources import TokenSource
 from rose.pool.starvation import Starvation
 from rose.pool.statistics import Recorder
 from rose.pool.turns import Attempt, Progress, TurnRecord, check_chunk
-from rose.pool.waiting import TrajectoryMemory, WaitingQueue
+from rose.pool.waiting import Known, TrajectoryMemory, WaitingQueue
 from rose.types import (
     EngineKind,
     FinishReason,
@@ -109,9 +109,7 @@ class PoolState:
             affinity=known.last_engine,
             avoid=self.engines.still_stalled(known.stalls),
             progress=Progress(
-                left_tokens=remaining_tokens(
-                    self._config.routing, num_made=known.num_made_tokens, num_context=len(turn.prompt_ids)
-                ),
+                left_tokens=self._left_tokens(known, len(turn.prompt_ids)),
                 num_context_tokens=known.num_context_tokens,
             ),
             oldest=known.oldest,
@@ -253,6 +251,9 @@ class PoolState:
         return self._search.reasons()
 
     # Below: one small step each.
+
+    def _left_tokens(self, known: Known, num_context_tokens: int) -> float:
+        return remaining_tokens(self._config.routing, num_made=known.num_made_tokens, num_context=num_context_tokens)
 
     def _enqueue(self, record: TurnRecord, now_s: float) -> None:
         """Put a turn into the queue, or settle it if it is not to run."""
@@ -432,7 +433,14 @@ class PoolState:
                 num_context_tokens=record.num_prompt_tokens,
                 oldest=record.oldest_so_far,
             )
-            self.engines.keep_seat(result.hops[-1].engine_id, record.turn.trajectory_id, now_s)
+            known = self._memory.known(record.turn.trajectory_id)
+            self.engines.keep_seat(
+                result.hops[-1].engine_id,
+                record.turn.trajectory_id,
+                now_s,
+                num_context_tokens=known.num_context_tokens,
+                left_tokens=self._left_tokens(known, known.num_context_tokens),
+            )
         if result.finish_reason is not FinishReason.ABORTED:
             self._groups.succeed(record.turn.group_id)
         self.recorder.finished(result, self.engines.version)

@@ -67,9 +67,9 @@ class Progress:
 class Attempt:
     """One request to one engine. ``is_open`` until it ended or the pool gave it up; ``is_started`` once it may be known there.
 
-    ``load_tokens``: the context of all the engine's turns when this one came; ``num_fresh_tokens``: prompt tokens that the engine
-    has to compute, as far as the pool knows. What is reserved for it there is given back as it was taken: ``kv_tokens``, which it may come
-    to use, ``num_prompt_tokens`` and ``left_tokens`` (see ``Progress``).
+    ``load_tokens``: the context of all the engine's turns and seats when this one came; ``num_fresh_tokens``: prompt tokens that the
+    engine has to compute, as far as the pool knows. What is reserved for it there is given back as it was taken: ``kv_tokens``, which
+    it may come to use, ``num_prompt_tokens`` and ``left_tokens`` (see ``Progress``).
     """
 
     record: TurnRecord

@@ -4,8 +4,8 @@ A simulated prompt begins with a header of token ids (``PromptHeader``) that tel
 itself: which prefixes are shared, and where the model would stop. Other prompts make all the tokens that they ask for. One
 token id stands for ``resolution_tokens`` modelled ones.
 
-Invariants: those of ``ServingEngine``. Tokens are handed out when a request ends and at least every ``flush_s`` in between,
-all that were made until then; nothing is handed out for a request that makes no progress, so that stalls are seen.
+Invariants: those of ``ServingEngine``. Tokens are handed out with the first one, when a request ends, and at least every ``flush_s``
+in between, all that were made until then; nothing is handed out for a request that makes no progress, so that stalls are seen.
 """
 
 from __future__ import annotations
@@ -250,7 +250,11 @@ class ModelledEngine(ServingEngine):
         self._device.poke()
         stream.wake()
 
-    def _hear(self, _started: list[Job], ended: list[Job], _now_s: float) -> None:
+    def _hear(self, started: list[Job], ended: list[Job], _now_s: float) -> None:
+        for job in started:
+            stream = self._streams[job.job_id]
+            self._count(stream)
+            stream.wake()
         for job in ended:
             stream = self._streams[job.job_id]
             self._count(stream)

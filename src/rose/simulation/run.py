@@ -26,6 +26,7 @@ from rose.types import HopEnd
 ALONE_S = 600.0
 _UNCAPPED = 1_000_000
 _STALL_S, _PATIENT_S = 2.0, 1e5  # a baseline that sends everything at once waits for what its engines preempt
+_SLOW_TOKEN_S = 0.1  # of a decode beside full prefill chunks; a pool that sees one id for many tokens must not take that for a stall
 _READING_S = 2.0
 _LOOPS = {Algorithm.GRPO: run_grpo, Algorithm.DAPO: run_dapo, Algorithm.ASYNC: run_async}
 
@@ -145,7 +146,7 @@ def pool_config(scenario: Scenario, strategy: Strategy) -> PoolConfig:
     return PoolConfig(
         routing=routing,
         concurrency=ConcurrencyConfig(is_adaptive=strategy.routing is RoutingRule.VALUE),
-        stall_s=_STALL_S if strategy.is_capped else _PATIENT_S,
+        stall_s=_STALL_S + scenario.rollout.resolution_tokens * _SLOW_TOKEN_S if strategy.is_capped else _PATIENT_S,
         reading_interval_s=_READING_S,
         weight_pull=scenario.link.weight_pull,
         reading_timeout_s=30.0,

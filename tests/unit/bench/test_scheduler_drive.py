@@ -157,7 +157,9 @@ def test_the_index_knows_what_is_left_of_the_turns_on_each_engine():
     for _ in range(40):
         drive.run(5)
         for view in drive.state.engines.index:
-            held = drive.state.engines.members[view.engine_id].held.values()
-            assert view.most_left_tokens == max((each.record.progress.left_tokens for each in held), default=0.0)
+            member = drive.state.engines.members[view.engine_id]
+            left = [each.record.progress.left_tokens for each in member.held.values()]
+            left += [seat.left_tokens for seat in member.seats.values()]
+            assert view.most_left_tokens == max(left, default=0.0)
             found.add(view.most_left_tokens)
     assert len(found) > 3

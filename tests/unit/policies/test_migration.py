@@ -25,9 +25,17 @@ HERE = EngineView(
     kind=EngineKind.BORROWED,
     state=EngineState.READY,
     pace_s=0.02,
+    idle_s=0.02,
     prefill_s=0.0001,
 )
-THERE = attrs.evolve(HERE, engine_id=EngineId("there"), kind=EngineKind.DEDICATED, pace_s=0.01)
+
+
+def at_pace(view: EngineView, pace_s: float) -> EngineView:
+    """Return a view of an engine as fast as that, with whatever turns."""
+    return attrs.evolve(view, pace_s=pace_s, idle_s=pace_s)
+
+
+THERE = at_pace(attrs.evolve(HERE, engine_id=EngineId("there"), kind=EngineKind.DEDICATED), 0.01)
 TURN = TurnView(
     versions=AnyVersion(),
     num_prompt_tokens=10_000,
@@ -52,9 +60,15 @@ def test_a_trajectory_moves_when_what_is_left_and_its_prompt_take_clearly_less_e
 
 
 def test_what_would_be_gained_by_less_than_the_hysteresis_is_left() -> None:
-    little = attrs.evolve(THERE, pace_s=0.0175)  # 20 s here; 17.5 + 1 s there is 7.5 % less
-    assert choose(HERE, little) == STAY
-    assert choose(HERE, little, config=attrs.evolve(CONFIG, hysteresis_fraction=0.05)) == MOVE
+    little = at_pace(THERE, 0.0175)  # 20 s here; 17.5 + 1 s there is 7.5 % less
+    assert choose(HERE, little, config=attrs.evolve(CONFIG, hysteresis_fraction=0.1)) == STAY
+    assert choose(HERE, little) == MOVE
+
+
+def test_a_prompt_that_many_would_wait_for_is_not_computed_elsewhere() -> None:
+    """The move gains 9 s, and holds up everyone there for 1 s, those included that will soon be back."""
+    assert choose(HERE, attrs.evolve(THERE, num_in_flight=8)) == MOVE
+    assert choose(HERE, attrs.evolve(THERE, num_in_flight=8, num_seats=2)) == STAY
 
 
 def test_a_young_trajectory_stays_because_its_prompt_costs_more_than_it_has_left() -> None:
@@ -79,23 +93,31 @@ def test_a_fast_engine_is_left_to_the_trajectory_that_has_the_most_left() -> Non
 
 def test_a_trajectory_makes_room_for_one_with_much_more_left() -> None:
     """It is slower itself where it goes, but the one that the step waits for is faster."""
-    shared = attrs.evolve(HERE, kind=EngineKind.DEDICATED, pace_s=0.01, slope_s=1e-6, most_left_tokens=5000.0)
-    slower = attrs.evolve(THERE, kind=EngineKind.BORROWED, pace_s=0.015, slope_s=1e-6)
+    shared = at_pace(attrs.evolve(HERE, kind=EngineKind.DEDICATED, slope_s=1e-6, most_left_tokens=5000.0), 0.01)
+    slower = at_pace(attrs.evolve(THERE, kind=EngineKind.BORROWED, slope_s=1e-6), 0.015)
     assert choose(shared, slower) == MOVE
     assert choose(attrs.evolve(shared, most_left_tokens=0.0), slower) == STAY
 
 
+def test_a_trajectory_joins_one_that_will_soon_be_done_and_has_the_engine_to_itself_from_then_on() -> None:
+    slower, shared = at_pace(HERE, 0.015), attrs.evolve(THERE, pace_s=0.014, idle_s=0.008)
+    soon = attrs.evolve(shared, most_left_tokens=200.0)
+    assert gain_s(CONFIG, TURN, slower, soon) == pytest.approx(15.0 - (0.014 * 200 + 0.008 * 800 + 1.0))
+    assert choose(slower, soon) == MOVE
+    assert choose(slower, attrs.evolve(shared, most_left_tokens=1000.0)) == STAY
+
+
 def test_a_short_turn_does_not_queue_behind_a_long_prompt() -> None:
-    blocked = attrs.evolve(HERE, pace_s=0.01, num_waiting_prompt_tokens=60_000)
+    blocked = at_pace(attrs.evolve(HERE, num_waiting_prompt_tokens=60_000), 0.01)
     turn = attrs.evolve(TURN, num_prompt_tokens=500, num_left_tokens=50.0)
     assert choose(blocked, THERE, turn=turn) == MOVE
     assert choose(blocked, attrs.evolve(THERE, num_waiting_prompt_tokens=60_000), turn=turn) == STAY
 
 
 def test_the_better_of_the_first_dedicated_and_the_first_borrowed_engine_is_taken() -> None:
-    lent = attrs.evolve(THERE, engine_id=EngineId("lent"), kind=EngineKind.BORROWED, pace_s=0.005)
+    lent = at_pace(attrs.evolve(THERE, engine_id=EngineId("lent"), kind=EngineKind.BORROWED), 0.005)
     assert choose(HERE, THERE, lent) == Assign(EngineId("lent"), RouteReason.MIGRATED)
-    assert choose(HERE, THERE, attrs.evolve(lent, pace_s=0.012)) == MOVE
+    assert choose(HERE, THERE, at_pace(lent, 0.012)) == MOVE
 
 
 def test_a_turn_that_an_engine_gave_up_goes_back_to_its_own_without_a_comparison() -> None:

@@ -138,6 +138,32 @@ def test_a_trajectory_that_does_not_come_back_keeps_no_seat():
     assert run(work) == (1, 0)
 
 
+def test_a_trajectory_whose_environment_is_at_work_counts_at_its_engine_as_if_it_ran():
+    """Otherwise an engine between two turns of its only trajectory looks idle, and draws the trajectories of all others."""
+
+    async def work(clock):
+        own = engine(clock, "own", 0.01)
+        async with RolloutPool([own], clock=clock) as pool:
+            (member,) = pool._state.engines.members.values()
+            await take_turns(pool, "only", 2)
+            (view,) = pool._state.engines.index
+            seated = member.seat_tokens, view.most_left_tokens, view.pace_s
+            task = asyncio.ensure_future(take_turns(pool, "only", 1))
+            await asyncio.sleep(0)
+            back = member.seat_tokens, len(member.left_tokens)
+            await task
+            await clock.sleep(30.0)
+            (view,) = pool._state.engines.index
+            return seated, back, (member.seat_tokens, view.most_left_tokens, list(member.left_tokens))
+
+    (seat_tokens, most_left_tokens, pace_s), back, gone = run(work)
+    assert seat_tokens == 3 + 20 + 1 + 20
+    assert most_left_tokens == RoutingConfig().progress_factor * 40
+    assert pace_s is not None
+    assert back == (0, 1)
+    assert gone == (0, 0.0, [])
+
+
 @pytest.mark.parametrize("kind", EngineKind)
 def test_an_engine_that_left_is_forgotten(kind):
     async def work(clock):

@@ -97,7 +97,18 @@ def test_a_long_answer_shows_progress_and_a_held_one_does_not() -> None:
         chunks = await collect(engine, request("a", 10, 110))
         gaps = [b[0] - a[0] for a, b in itertools.pairwise(chunks)]
         assert max(gaps) <= 1.0 + 1e-9
-        assert len(chunks) == 11
+        assert len(chunks) == 12
+
+    run(main)
+
+
+def test_the_first_token_is_shown_when_it_is_made() -> None:
+    """A pool takes a late one for a prompt that is still being computed."""
+
+    async def main() -> None:
+        (first_s, first), *_ = await collect(make_engine(flush_s=50.0), request("a", 10, 110))
+        assert first_s == pytest.approx(0.010 + 0.1)
+        assert len(first.token_ids) == 1
 
     run(main)
 
@@ -206,8 +217,12 @@ def test_tokens_carry_the_version_that_made_them() -> None:
         await engine.stage(update)
         await engine.activate()
         chunks = [chunk for _, chunk in await task]
-        assert [(chunk.version.n, len(chunk.token_ids)) for chunk in chunks if chunk.version] == [(1, 16), (2, 14)]
-        assert [chunk.finish_reason for chunk in chunks] == [None, FinishReason.STOP]
+        assert [(chunk.version.n, len(chunk.token_ids)) for chunk in chunks if chunk.version] == [
+            (1, 1),
+            (1, 15),
+            (2, 14),
+        ]
+        assert [chunk.finish_reason for chunk in chunks] == [None, None, FinishReason.STOP]
 
     run(main)
 
