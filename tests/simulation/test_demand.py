@@ -27,7 +27,7 @@ def run(monkeypatch: pytest.MonkeyPatch, demand: DemandConfig | None, seed: int)
     return simulate(scenario, "default", seed)
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [0, 2])
 def test_device_hours_fall_and_rollouts_are_no_longer(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """The tail of each step leaves borrowed engines idle; the next step finds all of them again."""
     held = run(monkeypatch, None, seed)
