@@ -27,14 +27,19 @@ def run(monkeypatch: pytest.MonkeyPatch, demand: DemandConfig | None, seed: int)
     return simulate(scenario, "default", seed)
 
 
-@pytest.mark.parametrize("seed", [0, 2])
-def test_device_hours_fall_and_rollouts_are_no_longer(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
-    """The tail of each step leaves borrowed engines idle; the next step finds all of them again."""
-    held = run(monkeypatch, None, seed)
-    followed = run(monkeypatch, DemandConfig(), seed)
-    assert followed.rollout_s <= 1.01 * held.rollout_s
-    assert followed.borrowed_gpu_s < 0.95 * held.borrowed_gpu_s, (
-        "how much is up to which engine has the last trajectory"
-    )
-    assert followed.num_tokens == held.num_tokens
-    assert held.overhead_fraction < followed.overhead_fraction < 0.05, "activations are paid for"
+def test_device_hours_fall_and_rollouts_are_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tail of each step leaves borrowed engines idle; the next step finds all of them again.
+
+    How much is up to which engine has the last trajectory, so it is looked for in several jobs together.
+    """
+    held_s = followed_s = 0.0
+    for seed in range(4):
+        held, followed = (run(monkeypatch, demand, seed) for demand in (None, DemandConfig()))
+        held_s, followed_s = held_s + held.borrowed_gpu_s, followed_s + followed.borrowed_gpu_s
+        assert followed.rollout_s <= 1.01 * held.rollout_s
+        assert followed.borrowed_gpu_s <= 1.01 * held.borrowed_gpu_s
+        assert followed.num_tokens == held.num_tokens
+        is_less = followed.borrowed_gpu_s < 0.99 * held.borrowed_gpu_s
+        assert (held.overhead_fraction < followed.overhead_fraction) is is_less, "activations are paid for"
+        assert followed.overhead_fraction < 0.05
+    assert followed_s < 0.95 * held_s

@@ -30,11 +30,8 @@ def stall_due_s(attempt: Attempt, config: PoolConfig, now_s: float, *, prefill_s
     for its place, nothing stands.
     """
     member, due_s = attempt.member, attempt.last_progress_s + config.stall_s
-    # A long prompt is no stall, also where nothing else runs that would show tokens; nor is another turn's, which holds up what decodes.
-    prefill_s_here = min(prefill_s * member.num_waiting_prompt_tokens, config.stall_s)
-    if attempt.num_tokens == 0:
-        prefill_s_here = max(prefill_s_here, prefill_s * attempt.num_fresh_tokens)
-    due_s += _PREFILL_SLACK * prefill_s_here
+    if attempt.num_tokens == 0:  # a long prompt is no stall, also where nothing else runs that would show tokens
+        due_s += _PREFILL_SLACK * prefill_s * attempt.num_fresh_tokens
     if member.state is EngineState.UPDATING:
         return now_s + config.stall_s
     if attempt.num_tokens == 0 and member.last_token_s > now_s - config.stall_s:

@@ -28,15 +28,10 @@ def test_without_prompts_to_compute_it_is_due_after_the_time_out() -> None:
     assert due_s() == due_s(num_tokens=5) == 2.0
 
 
-@pytest.mark.parametrize("num_tokens", [0, 5])
-def test_a_turn_that_another_ones_prompt_holds_up_has_not_stalled(num_tokens: int) -> None:
-    assert due_s(num_tokens=num_tokens, num_waiting=1500) == pytest.approx(2.0 + 2 * 1.5)
-
-
-def test_other_prompts_hide_a_dead_engine_for_a_bounded_time() -> None:
-    assert due_s(num_waiting=1_000_000) == due_s(num_tokens=5, num_waiting=1_000_000) == pytest.approx(2.0 + 2 * 2.0)
+def test_other_prompts_do_not_hide_a_dead_engine() -> None:
+    assert due_s(num_waiting=1_000_000) == due_s(num_tokens=5, num_waiting=1_000_000) == 2.0
 
 
 def test_its_own_prompt_may_take_as_long_as_it_takes() -> None:
     assert due_s(num_fresh=30_000) == pytest.approx(2.0 + 2 * 30.0)
-    assert due_s(num_fresh=30_000, num_tokens=1) < due_s(num_fresh=30_000)
+    assert due_s(num_fresh=30_000, num_tokens=1) == 2.0
