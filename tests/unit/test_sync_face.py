@@ -86,6 +86,15 @@ def test_a_call_that_ran_over_its_time_has_ended_when_it_raises() -> None:
         assert ended.is_set()
 
 
+@pytest.fixture
+def ctrl_c_counts() -> Iterator[None]:
+    """Ctrl-C raises, also where the tests run in the background of a shell, which ignores it there."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c_counts")
 def test_ctrl_c_cancels(slow: tuple[sync.RolloutPool, FakeEngine]) -> None:
     pool, engine = slow
     threading.Timer(0.1, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
@@ -102,6 +111,7 @@ def test_what_cannot_open_says_why() -> None:
         sync.RolloutPool([engine])
 
 
+@pytest.mark.usefixtures("ctrl_c_counts")
 def test_ctrl_c_while_it_opens_ends_what_was_started() -> None:
     ended = threading.Event()
 
