@@ -26,8 +26,8 @@ def stall_due_s(attempt: Attempt, config: PoolConfig, now_s: float, *, prefill_s
 
     ``prefill_s`` is what a prompt token takes, as far as is known.
 
-    The time of an activation is no stall. One without a token yet may wait longer while its engine makes tokens for others: it waits
-    for its place, nothing stands.
+    The time of an activation is no stall. One without a token yet may wait longer while its engine makes tokens for others, as long as the
+    prompts that wait there take: it waits for its place, nothing stands, and elsewhere its prompt would only be one more.
     """
     member, due_s = attempt.member, attempt.last_progress_s + config.stall_s
     if attempt.num_tokens == 0:  # a long prompt is no stall, also where nothing else runs that would show tokens
@@ -35,6 +35,7 @@ def stall_due_s(attempt: Attempt, config: PoolConfig, now_s: float, *, prefill_s
     if member.state is EngineState.UPDATING:
         return now_s + config.stall_s
     if attempt.num_tokens == 0 and member.last_token_s > now_s - config.stall_s:
-        due_s = max(due_s, attempt.last_progress_s + config.first_token_s)
+        prompts_s = _PREFILL_SLACK * prefill_s * member.num_waiting_prompt_tokens  # its own and those that may be before it
+        due_s = max(due_s, attempt.last_progress_s + max(config.first_token_s, prompts_s))
         due_s = min(due_s, max(now_s, member.last_token_s) + config.stall_s)
     return due_s
