@@ -35,7 +35,9 @@ def stall_due_s(attempt: Attempt, config: PoolConfig, now_s: float, *, prefill_s
     if member.state is EngineState.UPDATING:
         return now_s + config.stall_s
     if attempt.num_tokens == 0 and member.last_token_s > now_s - config.stall_s:
-        prompts_s = _PREFILL_SLACK * prefill_s * member.num_waiting_prompt_tokens  # its own and those that may be before it
+        prompts_s = (
+            _PREFILL_SLACK * prefill_s * member.num_waiting_prompt_tokens
+        )  # its own and those that may be before it
         due_s = max(due_s, attempt.last_progress_s + max(config.first_token_s, prompts_s))
         due_s = min(due_s, max(now_s, member.last_token_s) + config.stall_s)
     return due_s

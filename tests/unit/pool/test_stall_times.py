@@ -47,5 +47,7 @@ def test_its_own_prompt_may_take_as_long_as_it_takes() -> None:
 def test_behind_many_prompts_it_waits_as_long_as_they_take_while_the_engine_makes_tokens() -> None:
     now_s = CONFIG.first_token_s + 5.0
     assert due_s(last_token_s=now_s, now_s=now_s) == CONFIG.first_token_s
-    assert due_s(num_waiting=100_000, last_token_s=now_s, now_s=now_s) == now_s + 2.0, "and no longer than the engine does"
+    assert due_s(num_waiting=100_000, last_token_s=now_s, now_s=now_s) == now_s + 2.0, (
+        "and no longer than the engine does"
+    )
     assert due_s(num_waiting=100_000, last_token_s=now_s, now_s=250.0) == 2.0, "an engine that stands is found at once"
