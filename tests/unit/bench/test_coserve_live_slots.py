@@ -99,12 +99,15 @@ def test_an_evicted_request_goes_on_with_its_tokens_and_its_context_is_counted_a
     async def run():
         engine = Engine(cuts=[3])
         made = slots(engine)
-        await run_until(made, engine, 40)
+        made.start()
+        again = []
+        while not again:  # it comes after a wait by the clock
+            await asyncio.sleep(0.001)
+            again = [request for request in engine.asked[1:] if request.prompt_ids[:-3] == engine.asked[0].prompt_ids]
         await made.stop()
-        return engine.asked, made
+        return engine.asked, again[0], made
 
-    asked, made = asyncio.run(run())
-    again = next(request for request in asked[1:] if request.prompt_ids[:-3] == asked[0].prompt_ids)
+    asked, again, made = asyncio.run(run())
     assert again.prompt_ids[-3:] == (7, 7, 7)
     assert again.sampling.max_tokens == asked[0].sampling.max_tokens - 3
     assert made.num_evicted == 1

@@ -153,6 +153,20 @@ async def test_engines_are_added_and_removed_by_hand():
             await pool.remove_engine("nothing", "not needed")
 
 
+async def test_an_engine_that_is_out_of_the_pool_for_the_moment_is_removed_and_does_not_join_again():
+    async with site(a=fake("a"), b=fake("b")) as here:
+        pool = here.pool(rejoin_s=0.01)
+        await states(pool)
+        inner = await pool._pool()
+        host = here.cables["a"].host
+        await inner.remove_engine("a", "it is about to join again")
+        assert await pool.remove_engine("a", "not needed")
+        assert host._is_closed
+        assert "a" not in await states(pool)
+        await asyncio.sleep(0.1)
+        assert "a" not in await states(pool)
+
+
 async def test_errors_of_a_turn_keep_their_type_and_a_cancelled_call_cancels_the_turn():
     async with site(a=fake("a", vocab_size=50)) as here:
         pool = here.pool()

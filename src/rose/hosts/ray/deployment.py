@@ -78,9 +78,10 @@ class Deployment:
 
     async def remove_engine(self, engine_id: EngineId, reason: str) -> bool:
         """Take an engine out of the pool and end its actor. See ``RolloutPool.remove_engine``."""
-        self._handles.pop(engine_part(engine_id), None)
         async with self.client() as pool:
-            return await pool.remove_engine(engine_id, reason)
+            is_free = await pool.remove_engine(engine_id, reason)
+        self._handles.pop(engine_part(engine_id), None)  # not before: Ray ends an actor with its last handle
+        return is_free
 
     async def process(self, name: str) -> Mapping[str, Any]:
         """Return what an executor or relay said when it was ready, once it is.

@@ -95,6 +95,7 @@ class PoolHost:
         self._closing = asyncio.Event()
         self._sessions = Sessions(self._generate, timeout_s=spec.client_timeout_s)
         self._placed: dict[EngineId, _Placed] = {}
+        self._leaving: set[EngineId] = set()
         self._own: list[ServingEngine] = []
         self._transport: tuple[TransportAddress, Transport] | None = None
 
@@ -166,14 +167,21 @@ class PoolHost:
     async def remove_engine(self, engine_id: EngineId, reason: str) -> bool:
         """Take an engine out for good; one in an actor of its own ends with it. See ``RolloutPool.remove_engine``."""
         pool = await self._pool()
-        is_free = await pool.remove_engine(engine_id, reason, timeout_s=_REMOVE_TIMEOUT_S)
-        found = await self._find()
-        placed = self._placed.pop(engine_id, None)
-        if placed is not None and placed.engine is not None:
-            await placed.engine.close()
-        if engine_id in found:
-            with contextlib.suppress(RoseError):
-                await found[engine_id].call("close")
+        self._leaving.add(engine_id)
+        try:
+            found = await self._find()
+            placed = self._placed.pop(engine_id, _Placed())
+            await _ended([placed.joining])
+            is_free = True
+            if engine_id not in found or pool.state_of(engine_id) is not None:  # it may be between two joins
+                is_free = await pool.remove_engine(engine_id, reason, timeout_s=_REMOVE_TIMEOUT_S)
+            if placed.engine is not None:
+                await placed.engine.close()
+            if engine_id in found:
+                with contextlib.suppress(RoseError):
+                    await found[engine_id].call("close")
+        finally:
+            self._leaving.discard(engine_id)
         return is_free
 
     async def close(self) -> None:
@@ -284,6 +292,8 @@ class PoolHost:
         found = await self._find()
         now_s = asyncio.get_running_loop().time()
         for engine_id, peer in found.items():
+            if engine_id in self._leaving:
+                continue
             placed = self._placed.setdefault(engine_id, _Placed())
             is_out = pool.state_of(engine_id) in (None, EngineState.LOST)
             if is_out and now_s >= placed.retry_s and (placed.joining is None or placed.joining.done()):
