@@ -20,9 +20,6 @@ from rose import checks
 from rose.types import EngineId, EngineKind
 
 _LEAST_SHARE = 0.2  # of the mean pace that the line may have at load 0, however steep it looks
-_FIRST_PAUSE_S = 0.5
-_PAUSE_WEIGHT = 0.02
-_PAUSES = 3.0
 _PRIOR_PREFILL_TOKENS = 20_000.0  # the weight of what is expected of prefill
 
 
@@ -108,7 +105,6 @@ class PaceModel:
         self._own: dict[EngineId, _Own] = {}
         self._prefill_tokens = 0.0
         self._prefill_sum_s = 0.0
-        self._pause_s = _FIRST_PAUSE_S
 
     def observe(
         self, engine_id: EngineId, kind: EngineKind, *, load_tokens: float, num_tokens: int, duration_s: float
@@ -140,15 +136,6 @@ class PaceModel:
             expected_s = self._config.prefill_share * line.intercept
             seen_s = self._prefill_sum_s + expected_s * _PRIOR_PREFILL_TOKENS
             self.prefill_s = max(0.0, seen_s / (self._prefill_tokens + _PRIOR_PREFILL_TOKENS))
-
-    def observe_pause(self, pause_s: float) -> None:
-        """Take the time between two turns of a trajectory."""
-        self._pause_s += _PAUSE_WEIGHT * (pause_s - self._pause_s)
-
-    @property
-    def seat_s(self) -> float:
-        """Seconds for which a trajectory is expected back: a few times the usual pause."""
-        return _PAUSES * self._pause_s
 
     def forget(self, engine_id: EngineId) -> None:
         """Forget what is known of one engine by itself."""

@@ -97,6 +97,7 @@ class EngineLoad(NamedTuple):
     num_waiting_prompt_tokens: int = 0
     most_left_tokens: float = 0.0
     num_seats: int = 0
+    kv_seat_tokens: int = 0
     pace_s: float | None = None
     slope_s: float = 0.0
     idle_s: float = 0.0
@@ -124,6 +125,7 @@ class EngineView:
         num_waiting_prompt_tokens: Prompt tokens that are to be computed before a turn that comes now.
         most_left_tokens: The most that one of its trajectories is expected to make yet.
         num_seats: Trajectories that will soon be back with their next turn, as far as can be told.
+        kv_seat_tokens: Their contexts together.
         is_slow: See ``RoutingConfig.max_slowdown``.
         num_shown: Turns of the pool that it has shown a token of since it joined; ``None``: enough of them.
     """
@@ -146,6 +148,7 @@ class EngineView:
     num_waiting_prompt_tokens: int = 0
     most_left_tokens: float = 0.0
     num_seats: int = 0
+    kv_seat_tokens: int = 0
     is_slow: bool = False
     num_shown: int | None = None
 

@@ -79,20 +79,41 @@ to, turns in flight, KV use, id."""
 
 @attrs.define(eq=False)
 class _Group:
-    """The ready engines of one kind at one weight version: those with an open slot, and why the others have none."""
+    """The ready engines of one kind at one weight version: those with an open slot, and why the others have none.
+
+    Attributes:
+        open: Those with a slot that none of their trajectories is expected back for.
+        seated: Those whose open slots are all expected to be asked for.
+    """
 
     siblings: dict[WeightVersion | None, _Group]
     version: WeightVersion | None
     open: OrderedRoom[Place] = attrs.field(factory=OrderedRoom)
+    seated: OrderedRoom[Place] = attrs.field(factory=OrderedRoom)
     num_full: int = 0
     num_shut: int = 0
 
     def is_empty(self) -> bool:
-        return not (len(self.open) or self.num_full or self.num_shut)
+        return not (len(self.open) or len(self.seated) or self.num_full or self.num_shut)
 
-    def first_besides(self, avoid: AbstractSet[EngineId], asked: Sizes) -> Place | None:
+    def room_of(self, place: Place) -> OrderedRoom[Place]:
+        """Return the list that a place is in."""
+        return self.seated if place[0] else self.open
+
+    def lists(self, *, is_seated_too: bool) -> tuple[OrderedRoom[Place], ...]:
+        """Return the lists to choose from, the better one first."""
+        return (self.open, self.seated) if is_seated_too else (self.open,)
+
+    def first(self, asked: Sizes, avoid: AbstractSet[EngineId], *, is_seated_too: bool) -> Place | None:
         """Return the first engine with room that is not avoided."""
-        return next((place for place in self.open.fitting(asked) if place[-1] not in avoid), None)
+        for room in self.lists(is_seated_too=is_seated_too):
+            if avoid:
+                place = next((place for place in room.fitting(asked) if place[-1] not in avoid), None)
+            else:
+                place = room.first(asked)
+            if place is not None:
+                return place
+        return None
 
 
 @attrs.define(eq=False)
@@ -134,6 +155,8 @@ class RoutingIndex:
         self._run: str | None = None
         self._config = config
         self._is_by_value = config.rule is RoutingRule.VALUE
+        self._keeps_seats = False
+        self._newcomer_tokens = 0.0
         self._engines: dict[EngineId, _Engine] = {}
         self._dedicated: dict[WeightVersion | None, _Group] = {}
         self._borrowed: dict[WeightVersion | None, _Group] = {}
@@ -151,6 +174,20 @@ class RoutingIndex:
     def run(self, run: str | None) -> None:
         self._run = run
         self._asked.clear()
+
+    def keep_seats(self, newcomer_tokens: float | None) -> None:
+        """Keep slots and KV room for the trajectories that are expected back on their engines, or no longer do so.
+
+        Args:
+            newcomer_tokens: KV room that a trajectory is to find where it begins, since it will grow; ``None``: nothing is kept.
+        """
+        self._newcomer_tokens = newcomer_tokens or 0.0
+        if self._keeps_seats is not (keeps := newcomer_tokens is not None and self._is_by_value):
+            self._keeps_seats = keeps
+            for engine in self._engines.values():
+                if engine.group is not None:
+                    self._take_out(engine, engine.group)
+                    self._settle(engine, engine.group, self._place(engine))
 
     def put(self, view: EngineView) -> None:
         """Add an engine or replace what is known of it."""
@@ -187,7 +224,12 @@ class RoutingIndex:
             self._take_out(engine, group)
             self._settle(engine, group, new)
             return
-        group.open.move(old, new, _kv_room(engine.view, load))
+        room, to = group.room_of(old), group.room_of(new)
+        if room is to:
+            room.move(old, new, self._free_room(engine.view, load))
+        else:
+            room.remove(old)
+            to.add(new, self._free_room(engine.view, load))
         engine.place = new
 
     def drop(self, engine_id: EngineId) -> None:
@@ -227,7 +269,7 @@ class RoutingIndex:
         """Put an engine of a group among those that are open, full or shut."""
         engine.place = place
         if place is not None:
-            group.open.add(place, _kv_room(engine.view, engine.load))
+            group.room_of(place).add(place, self._free_room(engine.view, engine.load))
             self._num_open += 1
             return
         engine.is_shut = engine.view.circuit is not Circuit.CLOSED
@@ -239,7 +281,7 @@ class RoutingIndex:
     def _take_out(self, engine: _Engine, group: _Group) -> None:
         """Undo ``_settle``."""
         if engine.place is not None:
-            group.open.remove(engine.place)
+            group.room_of(engine.place).remove(engine.place)
             self._num_open -= 1
         elif engine.is_shut:
             group.num_shut -= 1
@@ -275,16 +317,17 @@ class RoutingIndex:
             engine if and only if a turn's prompt and new tokens together are at most the first, or its prompt at most the second.
         """
         dedicated, borrowed = self._admissible(versions, is_dedicated_only=is_dedicated_only, is_new=is_new)
-        largest = [group.open.largest() for group in (*dedicated, *borrowed)]
-        return (
-            max((first for first, _ in largest), default=-math.inf),
-            max((second for _, second in largest), default=-math.inf),
-        )
+        lists = [room for group in (*dedicated, *borrowed) for room in group.lists(is_seated_too=not self._keeps_seats)]
+        largest = [room.largest() for room in lists]
+        most = max((first for first, _ in largest), default=-math.inf)
+        if is_new and most < self._newcomer_tokens:
+            most = -math.inf
+        return most, max((second for _, second in largest), default=-math.inf)
 
     def choose(self, turn: TurnView) -> Assign | Wait:
         """Decide where ``turn`` goes now."""
         affinity, num_prompt_tokens = turn.affinity, turn.num_prompt_tokens
-        asked = (num_prompt_tokens + turn.num_new_tokens, num_prompt_tokens)
+        asked: Sizes = (num_prompt_tokens + turn.num_new_tokens, num_prompt_tokens)
         kinds = dedicated, borrowed = self._admissible(
             turn.versions, is_dedicated_only=turn.is_dedicated_only, is_new=affinity is None
         )
@@ -292,12 +335,14 @@ class RoutingIndex:
             here = self._engines.get(affinity)
             if here is not None and _can_take(here, asked, kinds):
                 return self._stay_or_go(here, turn, asked, kinds)
+        elif affinity is None and asked[0] < self._newcomer_tokens:
+            asked = (self._newcomer_tokens, num_prompt_tokens)
         for groups in kinds:
-            place = _first(groups, asked, turn.avoid)
+            place = _first(groups, asked, turn.avoid, is_seated_too=not self._keeps_seats)
             if place is not None:
                 return self._assign(self._engines[place[-1]], turn)
         avoided = [engine for engine_id in turn.avoid if (engine := self._engines.get(engine_id)) is not None]
-        takers = [engine for engine in avoided if _can_take(engine, asked, kinds)]
+        takers = [engine for engine in avoided if self._has_free_room(engine, asked, kinds)]
         if takers:
             return self._assign(min(takers, key=lambda engine: _rank_avoided(engine, turn)), turn)
         return Wait(self._obstacle(turn, (*dedicated, *borrowed)))
@@ -308,8 +353,8 @@ class RoutingIndex:
         if self._is_by_value and turn.moved_by is None:
             most_s, best = 0.0, None
             for groups in kinds:
-                place = _first(groups, asked, turn.avoid)
-                if place is None or place == here.place or place[0]:  # every slot is expected to be asked for
+                place = _first(groups, asked, turn.avoid, is_seated_too=False)
+                if place is None or place == here.place:
                     continue
                 there = self._engines[place[-1]]
                 if here.load.pace_s is None:
@@ -332,9 +377,9 @@ class RoutingIndex:
 
     def _obstacle(self, turn: TurnView, groups: tuple[_Group, ...]) -> WaitReason:
         """Return what keeps a turn from all engines; ``groups``: those of admissible ones."""
-        if any(len(group.open) for group in groups):
+        if any(len(room) for group in groups for room in group.lists(is_seated_too=not self._keeps_seats)):
             return WaitReason.KV
-        if any(group.num_full for group in groups):
+        if any(group.num_full or len(group.seated) for group in groups):
             return WaitReason.SLOTS
         if groups:
             return WaitReason.CIRCUIT
@@ -358,6 +403,22 @@ class RoutingIndex:
 
     def _with_version(self, groups: dict[WeightVersion | None, _Group], versions: VersionConstraint) -> list[_Group]:
         return [group for version, group in groups.items() if is_admissible(versions, version, self.run)]
+
+    def _free_room(self, view: EngineView, load: EngineLoad) -> Sizes:
+        """Return the room that an engine has for trajectories of others; see ``_kv_room``."""
+        if not (self._keeps_seats and load.kv_seat_tokens):
+            return _kv_room(view, load)
+        total = view.kv_total_tokens
+        return _ANY_SIZE if total is None else (total - load.kv_reserved_tokens - load.kv_seat_tokens, -math.inf)
+
+    def _has_free_room(self, engine: _Engine, asked: Sizes, kinds: _Kinds) -> bool:
+        """Tell whether a single engine takes a turn of another's trajectory."""
+        if not _can_take(engine, asked, kinds):
+            return False
+        if not self._keeps_seats:
+            return True
+        room = self._free_room(engine.view, engine.load)
+        return not (engine.place and engine.place[0]) and (room[0] >= asked[0] or room[1] >= asked[1])
 
     def _cap(self, view: EngineView) -> int:
         """Return how many turns an engine may have in flight."""
@@ -404,11 +465,11 @@ def _rank_avoided(engine: _Engine, turn: TurnView) -> tuple[bool, bool, Place | 
     return view.engine_id != turn.affinity, view.kind is EngineKind.BORROWED, engine.place
 
 
-def _first(groups: list[_Group], asked: Sizes, avoid: AbstractSet[EngineId]) -> Place | None:
+def _first(groups: list[_Group], asked: Sizes, avoid: AbstractSet[EngineId], *, is_seated_too: bool) -> Place | None:
     """Return the place of the first engine of several groups with room for a turn."""
     best = None
     for group in groups:
-        place = group.first_besides(avoid, asked) if avoid else group.open.first(asked)
+        place = group.first(asked, avoid, is_seated_too=is_seated_too)
         if place is not None and (best is None or place < best):
             best = place
     return best
@@ -416,7 +477,7 @@ def _first(groups: list[_Group], asked: Sizes, avoid: AbstractSet[EngineId]) -> 
 
 def _has_hope(groups: list[_Group]) -> bool:
     """Tell whether an engine of these takes turns, or will once those end that it has: not all have failed."""
-    return any(len(group.open) or group.num_full for group in groups)
+    return any(len(group.open) or len(group.seated) or group.num_full for group in groups)
 
 
 def _kv_room(view: EngineView, load: EngineLoad) -> Sizes:

@@ -24,6 +24,7 @@ from rose.errors import EngineLostError
 from rose.interfaces import ServingEngine
 from rose.policies.concurrency import KvReading, SlotLimit
 from rose.policies.pace import PaceModel
+from rose.policies.returns import ReturnModel
 from rose.policies.routing import Circuit, EngineLoad, EngineState, EngineView, RoutingIndex
 from rose.pool.circuit import CircuitBreaker
 from rose.pool.config import PoolConfig
@@ -70,8 +71,9 @@ class EngineAccount:
 
 
 class Seat(NamedTuple):
-    """A trajectory whose environment is at work: until when it is expected, its context, what it is expected to make yet."""
+    """A trajectory whose environment is at work: since when, until when it is expected, its context, what it is expected to make yet."""
 
+    left_s: float
     expected_s: float
     num_context_tokens: int
     left_tokens: float
@@ -182,6 +184,7 @@ class Membership:
         version: The latest version that an engine acknowledged to this pool (or brought along as the first), or ``None``.
         has_synced: An engine acknowledged an activation to this pool.
         pace: How long tokens take where.
+        returns: Whether trajectories come back with a next turn.
         ended_loans_s: How long borrowed engines were here that left or were lost, the last few hundred.
         num_own_serving: Dedicated engines that take turns, now or after the activation that they are in.
         num_lent_serving: Borrowed ones.
@@ -200,6 +203,7 @@ class Membership:
         self._freed: list[Member] = []
         self._has_made_tokens = False
         self.pace = PaceModel(config.routing.pace)
+        self.returns = ReturnModel()
         self._context_tokens: int | None = None
         self._is_context_known = True
 
@@ -336,6 +340,7 @@ class Membership:
             member.num_waiting_prompt_tokens,
             left_tokens[-1] if left_tokens else 0.0,
             num_seats,
+            member.seat_tokens,
             pace_s,
             slope_s,
             idle_s,
@@ -348,7 +353,15 @@ class Membership:
         seats, now_s = member.seats, self.pace.now_s
         while seats and seats[first := next(iter(seats))].expected_s <= now_s:
             member.free_seat(first)
+            self.returns.observe_absence()
         return len(seats)
+
+    def free_seats(self) -> None:
+        """Let slots go that were kept for trajectories which did not come back; nothing else may change on an engine meanwhile."""
+        for member in self.members.values():
+            if member.seats:
+                self._refresh_load(member)
+        self._keep_seats()
 
     def keep_seat(
         self, engine_id: EngineId, trajectory_id: str, now_s: float, *, num_context_tokens: int, left_tokens: float
@@ -356,7 +369,7 @@ class Membership:
         """Expect a trajectory back whose turn ended."""
         member = self.members.get(engine_id)
         if member is not None:
-            member.keep_seat(trajectory_id, Seat(now_s + self.pace.seat_s, num_context_tokens, left_tokens))
+            member.keep_seat(trajectory_id, Seat(now_s, now_s + self.returns.seat_s, num_context_tokens, left_tokens))
             self._refresh_load(member)
 
     def take_seat(self, engine_id: EngineId | None, trajectory_id: str, now_s: float) -> None:
@@ -364,8 +377,13 @@ class Membership:
         member = self.members.get(engine_id) if engine_id is not None else None
         seat = None if member is None else member.free_seat(trajectory_id)
         if member is not None and seat is not None:
-            self.pace.observe_pause(now_s - (seat.expected_s - self.pace.seat_s))
+            self.returns.observe(now_s - seat.left_s, seat.num_context_tokens, self.pace.prefill_s)
             self._refresh_load(member)
+            self._keep_seats()
+
+    def _keep_seats(self) -> None:
+        returns = self.returns
+        self.index.keep_seats(returns.context_tokens if returns.is_worth_it else None)
 
     def still_stalled(self, stalls: dict[EngineId, float]) -> set[EngineId]:
         """Return the engines of ``stalls`` that made no token since the time given there; the others are deleted from it."""

@@ -63,6 +63,9 @@ from rose.types import (
 )
 
 
+_LOOKS_PER_SEAT = 4.0
+
+
 class PoolState:
     """Turns, engines and reservations of one pool.
 
@@ -90,6 +93,7 @@ class PoolState:
         self._starvation = Starvation(self.engines, config.starve_s)
         self._numbers = itertools.count()
         self._timers = Timers(self._is_timer_needed)
+        self._is_seat_timer_set = False
         self._actions: list[Action] = []
         self._journal = Journal()
         self.lifecycle = Lifecycle(self.engines, self._journal, self._move_on)
@@ -222,6 +226,10 @@ class PoolState:
                 self._enqueue(self.live[subject], now_s)
             elif kind is TimerKind.OUTAGE:
                 self._give_up_on_engines(now_s)
+            elif kind is TimerKind.SEATS:
+                self._is_seat_timer_set = False
+                self.engines.pace.now_s = now_s
+                self.engines.free_seats()
             elif subject.circuit.tick(now_s):
                 self.engines.refresh(subject)
 
@@ -237,6 +245,7 @@ class PoolState:
             self._route_all(now_s)
         if len(self._waiting):
             self._starvation.look(self._waiting.heads(), now_s)
+            self._set_seat_timer(now_s)
         actions, self._actions = self._actions, []
         return actions, self._journal.take()
 
@@ -281,6 +290,12 @@ class PoolState:
     def _set_outage_timer(self, records: Iterable[TurnRecord]) -> None:
         if (due_s := self._outage.earliest_due_s(records)) < math.inf:
             self._timers.set(due_s, TimerKind.OUTAGE, None)
+
+    def _set_seat_timer(self, now_s: float) -> None:
+        """Look again, while turns wait, for seats whose trajectories did not come back: nothing else may happen meanwhile."""
+        if self.engines.returns.is_worth_it and not self._is_seat_timer_set:
+            self._is_seat_timer_set = True
+            self._timers.set(now_s + self.engines.returns.seat_s / _LOOKS_PER_SEAT, TimerKind.SEATS, None)
 
     def _give_up_on_engines(self, now_s: float) -> None:
         """Fail the turns that waited through an outage for too long."""
@@ -484,6 +499,8 @@ class PoolState:
             return subject in self.live and self.live[subject].attempt is None
         if kind is TimerKind.OUTAGE:
             return len(self._waiting) > 0
+        if kind is TimerKind.SEATS:
+            return True
         return self.engines.members.get(subject.engine_id) is subject
 
 

@@ -1,0 +1,51 @@
+"""Whether and when trajectories whose turns ended come back with their next ones, and what it is worth to wait for them. Pure.
+
+While a trajectory's environment is at work, its engine has a slot and KV memory to spare. Whoever takes them displaces the trajectory, whose context
+is then computed anew, on its engine or elsewhere. To keep them for it costs the pause. So they are kept while most trajectories come back, and a usual
+pause is shorter than the time that a usual context takes to compute.
+
+Invariant: the share that comes back is between 0 and 1; pause and context are not negative.
+"""
+
+from __future__ import annotations
+
+import attrs
+
+_FIRST_PAUSE_S = 0.5
+_WEIGHT = 0.02
+_PAUSES = 3.0
+_USUAL = 0.5
+_HYSTERESIS = 1.5
+
+
+@attrs.define
+class ReturnModel:
+    """What an engine may expect of the trajectories that it has just had.
+
+    Attributes:
+        is_worth_it: Whether slots and KV memory are kept.
+        context_tokens: The usual context of a trajectory that comes back.
+    """
+
+    is_worth_it: bool = False
+    context_tokens: float = 0.0
+    _pause_s: float = _FIRST_PAUSE_S
+    _share: float = 1.0
+
+    @property
+    def seat_s(self) -> float:
+        """Seconds for which a trajectory is expected back: a few times the usual pause."""
+        return _PAUSES * self._pause_s
+
+    def observe(self, pause_s: float, num_context_tokens: int, prefill_s: float) -> None:
+        """Take a trajectory that came back in time; ``prefill_s``: seconds to compute a prompt token."""
+        self._pause_s += _WEIGHT * (pause_s - self._pause_s)
+        self._share += _WEIGHT * (1.0 - self._share)
+        self.context_tokens += _WEIGHT * (num_context_tokens - self.context_tokens)
+        cost_s = prefill_s * self.context_tokens
+        self.is_worth_it = self._share >= _USUAL and self._pause_s < cost_s * (_HYSTERESIS if self.is_worth_it else 1.0)
+
+    def observe_absence(self) -> None:
+        """Note that a trajectory did not come back in time."""
+        self._share -= _WEIGHT * self._share
+        self.is_worth_it = self.is_worth_it and self._share >= _USUAL
