@@ -92,7 +92,8 @@ class PaceModel:
 
     Attributes:
         now_s: The latest time that the model heard of.
-        prefill_s: Seconds to compute a prompt token, what is expected and what was seen weighed together; 0 before any turn ended.
+        prefill_s: Seconds to compute a prompt token, what is expected and what was seen weighed together, and never less than expected: what turns
+            that moved seem to gain on a crowded engine is not the speed of its prefill. 0 before any turn ended.
     """
 
     def __init__(self, config: PaceConfig) -> None:
@@ -135,7 +136,7 @@ class PaceModel:
         if line is not None:
             expected_s = self._config.prefill_share * line.intercept
             seen_s = self._prefill_sum_s + expected_s * _PRIOR_PREFILL_TOKENS
-            self.prefill_s = max(0.0, seen_s / (self._prefill_tokens + _PRIOR_PREFILL_TOKENS))
+            self.prefill_s = max(expected_s, seen_s / (self._prefill_tokens + _PRIOR_PREFILL_TOKENS))
 
     def forget(self, engine_id: EngineId) -> None:
         """Forget what is known of one engine by itself."""

@@ -16,6 +16,7 @@ _WEIGHT = 0.02
 _PAUSES = 3.0
 _USUAL = 0.5
 _HYSTERESIS = 1.5
+_MOST_PAUSES = 10.0
 
 
 @attrs.define
@@ -31,17 +32,27 @@ class ReturnModel:
     context_tokens: float = 0.0
     _pause_s: float = _FIRST_PAUSE_S
     _share: float = 1.0
+    _num_seen: int = 0
 
     @property
     def seat_s(self) -> float:
         """Seconds for which a trajectory is expected back: a few times the usual pause."""
         return _PAUSES * self._pause_s
 
-    def observe(self, pause_s: float, num_context_tokens: int, prefill_s: float) -> None:
-        """Take a trajectory that came back in time; ``prefill_s``: seconds to compute a prompt token."""
-        self._pause_s += _WEIGHT * (pause_s - self._pause_s)
-        self._share += _WEIGHT * (1.0 - self._share)
-        self.context_tokens += _WEIGHT * (num_context_tokens - self.context_tokens)
+    def observe(self, pause_s: float, num_context_tokens: int, prefill_s: float, *, is_expected: bool = True) -> None:
+        """Take a trajectory that came back.
+
+        Args:
+            pause_s: How long after its last turn had ended; one that is much longer than usual counts as ten usual ones.
+            num_context_tokens: Its context then.
+            prefill_s: Seconds to compute a prompt token.
+            is_expected: It came in time.
+        """
+        self._num_seen += 1
+        weight = max(_WEIGHT, 1 / (self._num_seen + 1))
+        self._pause_s += weight * (min(pause_s, _MOST_PAUSES * self._pause_s) - self._pause_s)
+        self._share += _WEIGHT * (1.0 - self._share) * is_expected
+        self.context_tokens += (weight if self._num_seen > 1 else 1.0) * (num_context_tokens - self.context_tokens)
         cost_s = prefill_s * self.context_tokens
         self.is_worth_it = self._share >= _USUAL and self._pause_s < cost_s * (_HYSTERESIS if self.is_worth_it else 1.0)
 

@@ -117,6 +117,7 @@ class EngineView:
     grow to; ``kv_used_fraction`` is the last reading and only breaks ties.
 
     Attributes:
+        is_kept_free: It takes no turns, or those alone that come back to it if seats are kept, until one that is too large for it now has room.
         num_slots: Bounds the turns in flight below the cap; ``None``: the cap alone does.
         pace_s: Seconds a token with the turns that it has; ``None`` as long as no pace is known.
         slope_s: By how much one more token of context adds to that.
@@ -137,6 +138,7 @@ class EngineView:
     circuit: Circuit = Circuit.CLOSED
     num_in_flight: int = 0
     num_slots: int | None = None
+    is_kept_free: bool = False
     num_probing: int = 0
     kv_total_tokens: int | None = None
     kv_reserved_tokens: int = 0
@@ -168,7 +170,7 @@ class TurnView:
 
     ``num_prompt_tokens`` includes the tokens of earlier attempts; ``num_left_tokens`` is what the whole trajectory is expected to
     make yet, see ``rose.policies.migration``. A turn without ``affinity`` begins its trajectory. A turn ``is_dedicated_only`` once a borrowed engine, which may be smaller than the
-    job's own, refused it.
+    job's own, refused it. It ``has_seat`` when it comes back in time to an engine where it was expected.
     """
 
     versions: VersionConstraint
@@ -179,6 +181,7 @@ class TurnView:
     avoid: AbstractSet[EngineId] = frozenset()
     moved_by: HopEnd | None = None
     is_dedicated_only: bool = False
+    has_seat: bool = False
 
 
 @attrs.frozen

@@ -187,6 +187,7 @@ class RoutingIndex:
             for engine in self._engines.values():
                 if engine.group is not None:
                     self._take_out(engine, engine.group)
+                    engine.cap = self._cap(engine.view)
                     self._settle(engine, engine.group, self._place(engine))
 
     def put(self, view: EngineView) -> None:
@@ -333,7 +334,7 @@ class RoutingIndex:
         )
         if affinity is not None and affinity not in turn.avoid:
             here = self._engines.get(affinity)
-            if here is not None and _can_take(here, asked, kinds):
+            if here is not None and self._can_take(here, asked, kinds, has_seat=turn.has_seat):
                 return self._stay_or_go(here, turn, asked, kinds)
         elif affinity is None and asked[0] < self._newcomer_tokens:
             asked = (self._newcomer_tokens, num_prompt_tokens)
@@ -342,7 +343,7 @@ class RoutingIndex:
             if place is not None:
                 return self._assign(self._engines[place[-1]], turn)
         avoided = [engine for engine_id in turn.avoid if (engine := self._engines.get(engine_id)) is not None]
-        takers = [engine for engine in avoided if self._has_free_room(engine, asked, kinds)]
+        takers = [engine for engine in avoided if self._can_take(engine, asked, kinds)]
         if takers:
             return self._assign(min(takers, key=lambda engine: _rank_avoided(engine, turn)), turn)
         return Wait(self._obstacle(turn, (*dedicated, *borrowed)))
@@ -411,18 +412,19 @@ class RoutingIndex:
         total = view.kv_total_tokens
         return _ANY_SIZE if total is None else (total - load.kv_reserved_tokens - load.kv_seat_tokens, -math.inf)
 
-    def _has_free_room(self, engine: _Engine, asked: Sizes, kinds: _Kinds) -> bool:
-        """Tell whether a single engine takes a turn of another's trajectory."""
-        if not _can_take(engine, asked, kinds):
+    def _can_take(self, engine: _Engine, asked: Sizes, kinds: _Kinds, *, has_seat: bool = False) -> bool:
+        """Tell whether a single engine takes a turn for which these groups are admissible; with a seat there, what is kept for it too."""
+        place = engine.place
+        if place is None or (engine.group not in kinds[0] and engine.group not in kinds[1]):
             return False
-        if not self._keeps_seats:
-            return True
-        room = self._free_room(engine.view, engine.load)
-        return not (engine.place and engine.place[0]) and (room[0] >= asked[0] or room[1] >= asked[1])
+        if place[0] and self._keeps_seats and not has_seat:
+            return False
+        room = (_kv_room if has_seat else self._free_room)(engine.view, engine.load)
+        return room[0] >= asked[0] or room[1] >= asked[1]
 
     def _cap(self, view: EngineView) -> int:
         """Return how many turns an engine may have in flight."""
-        if view.circuit is Circuit.OPEN:
+        if view.circuit is Circuit.OPEN or (view.is_kept_free and not self._keeps_seats):
             return 0
         cap, slots = self._config.cap_per_engine, view.num_slots
         if view.num_shown is not None and self._is_by_value:
@@ -437,7 +439,7 @@ class RoutingIndex:
             return None
         if not self._is_by_value:
             return (False, 0.0, num_in_flight, view.kv_used_fraction, view.engine_id)
-        pace_s, is_full = load.pace_s, num_in_flight + load.num_seats >= cap
+        pace_s, is_full = load.pace_s, num_in_flight + load.num_seats >= cap or view.is_kept_free
         ends_s = 0.0 if pace_s is None else pace_s * (load.most_left_tokens + 1)
         return (is_full, ends_s, num_in_flight, view.kv_used_fraction, view.engine_id)
 
@@ -450,14 +452,6 @@ def _is_same_group(one: EngineView, other: EngineView) -> bool:
         and one.kind is other.kind
         and one.is_slow == other.is_slow
     )
-
-
-def _can_take(engine: _Engine, asked: Sizes, kinds: _Kinds) -> bool:
-    """Tell whether a single engine takes a turn for which these groups are admissible."""
-    if engine.place is None or (engine.group not in kinds[0] and engine.group not in kinds[1]):
-        return False
-    room = _kv_room(engine.view, engine.load)
-    return room[0] >= asked[0] or room[1] >= asked[1]
 
 
 def _rank_avoided(engine: _Engine, turn: TurnView) -> tuple[bool, bool, Place | None]:

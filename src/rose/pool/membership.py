@@ -29,6 +29,7 @@ from rose.policies.routing import Circuit, EngineLoad, EngineState, EngineView, 
 from rose.pool.circuit import CircuitBreaker
 from rose.pool.config import PoolConfig
 from rose.pool.turns import Attempt
+from rose.pool.waiting import Known
 from rose.types import EngineId, EngineKind, EngineSnapshot, HopEnd, LeaseId, RouteReason, WeightVersion
 
 _MAX_LOANS = 512
@@ -71,9 +72,8 @@ class EngineAccount:
 
 
 class Seat(NamedTuple):
-    """A trajectory whose environment is at work: since when, until when it is expected, its context, what it is expected to make yet."""
+    """A trajectory whose environment is at work: until when it is expected, its context, what it is expected to make yet."""
 
-    left_s: float
     expected_s: float
     num_context_tokens: int
     left_tokens: float
@@ -317,7 +317,8 @@ class Membership:
             state=member.state,
             version=member.version,
             circuit=member.circuit.state,
-            num_slots=0 if member.is_kept_free else member.slots.num_slots,
+            num_slots=member.slots.num_slots,
+            is_kept_free=member.is_kept_free,
             kv_total_tokens=None if reading is None else reading.kv_total_tokens,
             kv_used_fraction=member.kv_used_fraction,
             num_shown=member.num_shown if member.is_new else None,
@@ -369,17 +370,23 @@ class Membership:
         """Expect a trajectory back whose turn ended."""
         member = self.members.get(engine_id)
         if member is not None:
-            member.keep_seat(trajectory_id, Seat(now_s, now_s + self.returns.seat_s, num_context_tokens, left_tokens))
+            member.keep_seat(trajectory_id, Seat(now_s + self.returns.seat_s, num_context_tokens, left_tokens))
             self._refresh_load(member)
 
-    def take_seat(self, engine_id: EngineId | None, trajectory_id: str, now_s: float) -> None:
-        """Note that a trajectory is back with its next turn."""
-        member = self.members.get(engine_id) if engine_id is not None else None
+    def take_seat(self, trajectory_id: str, known: Known, now_s: float) -> bool:
+        """Note that a trajectory is back with its next turn; returns whether it was expected."""
+        engine_id = known.last_engine
+        if engine_id is None:
+            return False
+        member = self.members.get(engine_id)
         seat = None if member is None else member.free_seat(trajectory_id)
+        self.returns.observe(
+            now_s - known.ended_s, known.num_context_tokens, self.pace.prefill_s, is_expected=seat is not None
+        )
         if member is not None and seat is not None:
-            self.returns.observe(now_s - seat.left_s, seat.num_context_tokens, self.pace.prefill_s)
             self._refresh_load(member)
-            self._keep_seats()
+        self._keep_seats()
+        return seat is not None
 
     def _keep_seats(self) -> None:
         returns = self.returns

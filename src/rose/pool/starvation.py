@@ -85,7 +85,7 @@ def _kv_tokens(member: Member) -> float:
 
 def _has_room(member: Member, record: TurnRecord) -> bool:
     need = record.num_prompt_tokens + record.num_left_tokens
-    return not member.held or _kv_tokens(member) - member.kv_reserved_tokens >= need
+    return not member.held or _kv_tokens(member) - member.kv_reserved_tokens - member.seat_tokens >= need
 
 
 def _rank(member: Member) -> tuple[bool, float, int]:

@@ -377,7 +377,7 @@ def test_a_large_turn_is_not_passed_for_ever_by_small_ones():
             await pool.generate(turn("large", max_tokens=80, prompt=(1,) * 10))
             took_s = clock.now() - 0.35
             await asyncio.gather(*stream)
-            assert not any(view.num_slots == 0 for view in pool.snapshot().engines)
+            assert not any(view.is_kept_free for view in pool.snapshot().engines)
             return took_s
 
     assert 5.0 + 8.0 <= run(clock, work) <= 5.0 + 1.2 + 8.0 + 0.5
@@ -396,9 +396,9 @@ def test_an_engine_is_open_again_at_once_when_the_large_turn_finds_room_elsewher
             await clock.sleep(2.0)
             late = asyncio.ensure_future(pool.generate(turn("late", max_tokens=1, prompt=(1,))))
             await clock.sleep(0.5)
-            assert [view.num_slots for view in pool.snapshot().engines] == [0]
+            assert [view.is_kept_free for view in pool.snapshot().engines] == [True]
             await pool.add_engine(second)
-            assert [view.num_slots for view in pool.snapshot().engines] == [16, 16]
+            assert [view.is_kept_free for view in pool.snapshot().engines] == [False, False]
             await asyncio.gather(large, late, *small)
 
     run(clock, work)
