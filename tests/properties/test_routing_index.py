@@ -141,7 +141,7 @@ class Scan:
         return view.num_in_flight < self.cap(view)
 
     def comes_back(self, view, turn):
-        return turn.has_seat and view.engine_id == turn.affinity and turn.affinity not in turn.avoid
+        return view.engine_id == turn.affinity and turn.affinity not in turn.avoid
 
     def cap(self, view):
         if view.is_kept_free and not self.keeps_seats:
@@ -223,7 +223,6 @@ TURNS = st.builds(
     avoid=st.frozensets(ENGINE_IDS, max_size=8),
     moved_by=st.sampled_from([None, *MOVED_REASON]),
     is_dedicated_only=st.booleans(),
-    has_seat=st.booleans(),
 )
 CHANGES = st.one_of(
     VIEWS,
@@ -278,7 +277,8 @@ class Both:
         )
         need = turn.num_prompt_tokens + turn.num_new_tokens
         fits = need <= room or turn.num_prompt_tokens <= prompt_room
-        assert isinstance(decision, Assign) == fits or (turn.has_seat and isinstance(decision, Assign))
+        is_at_home = isinstance(decision, Assign) and self.scan.keeps_seats and turn.affinity not in turn.avoid
+        assert isinstance(decision, Assign) == fits or (is_at_home and turn.affinity in self.scan.views)
 
 
 @given(CONFIGS, st.lists(st.tuples(CHANGES, TURNS), min_size=30, max_size=100))

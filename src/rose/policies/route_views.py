@@ -170,7 +170,7 @@ class TurnView:
 
     ``num_prompt_tokens`` includes the tokens of earlier attempts; ``num_left_tokens`` is what the whole trajectory is expected to
     make yet, see ``rose.policies.migration``. A turn without ``affinity`` begins its trajectory. A turn ``is_dedicated_only`` once a borrowed engine, which may be smaller than the
-    job's own, refused it. It ``has_seat`` when it comes back in time to an engine where it was expected.
+    job's own, refused it.
     """
 
     versions: VersionConstraint
@@ -181,7 +181,6 @@ class TurnView:
     avoid: AbstractSet[EngineId] = frozenset()
     moved_by: HopEnd | None = None
     is_dedicated_only: bool = False
-    has_seat: bool = False
 
 
 @attrs.frozen

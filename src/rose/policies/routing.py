@@ -11,7 +11,10 @@ avoided: one is taken when it is the only one, so that no turn is stranded. Amon
 * Any other turn goes to the first dedicated engine, or else the first borrowed one. The first has such a slot, then it is the one whose trajectories are
   expected to end soonest (of idle ones, the fastest), then the one with the fewest turns in flight, the lowest KV use, the lowest id.
 
-By the ``paper`` rule engines are not left for others, new ones have all their slots at once, and the first has the fewest turns in flight.
+While seats are kept (``keep_seats``; ``rose.policies.returns`` says when), slots and KV room of trajectories that will soon be back on their engine are not
+for other trajectories, whose turns wait instead; and one that begins needs room to grow, as much as a usual one has.
+
+By the ``paper`` rule engines are not left for others, no seats are kept, new ones have all their slots at once, and the first has the fewest turns in flight.
 
 A decision looks at a few engines, however many there are: the ready ones with an open slot are kept in that order, by kind
 and version, with bounds of their KV room. A turn that comes or goes changes an engine's load alone, and moves it within its order.
@@ -175,14 +178,25 @@ class RoutingIndex:
         self._run = run
         self._asked.clear()
 
+    @property
+    def keeps_seats(self) -> bool:
+        """Whether slots and KV room are kept for trajectories that are expected back."""
+        return self._keeps_seats
+
+    @property
+    def newcomer_tokens(self) -> float:
+        """KV room that a trajectory is to find where it begins, in tokens; 0 while no seats are kept."""
+        return self._newcomer_tokens
+
     def keep_seats(self, newcomer_tokens: float | None) -> None:
         """Keep slots and KV room for the trajectories that are expected back on their engines, or no longer do so.
 
         Args:
             newcomer_tokens: KV room that a trajectory is to find where it begins, since it will grow; ``None``: nothing is kept.
         """
-        self._newcomer_tokens = newcomer_tokens or 0.0
-        if self._keeps_seats is not (keeps := newcomer_tokens is not None and self._is_by_value):
+        keeps = newcomer_tokens is not None and self._is_by_value
+        self._newcomer_tokens = newcomer_tokens if keeps and newcomer_tokens is not None else 0.0
+        if self._keeps_seats is not keeps:
             self._keeps_seats = keeps
             for engine in self._engines.values():
                 if engine.group is not None:
@@ -334,7 +348,7 @@ class RoutingIndex:
         )
         if affinity is not None and affinity not in turn.avoid:
             here = self._engines.get(affinity)
-            if here is not None and self._can_take(here, asked, kinds, has_seat=turn.has_seat):
+            if here is not None and self._can_take(here, asked, kinds, is_at_home=True):
                 return self._stay_or_go(here, turn, asked, kinds)
         elif affinity is None and asked[0] < self._newcomer_tokens:
             asked = (self._newcomer_tokens, num_prompt_tokens)
@@ -412,14 +426,14 @@ class RoutingIndex:
         total = view.kv_total_tokens
         return _ANY_SIZE if total is None else (total - load.kv_reserved_tokens - load.kv_seat_tokens, -math.inf)
 
-    def _can_take(self, engine: _Engine, asked: Sizes, kinds: _Kinds, *, has_seat: bool = False) -> bool:
-        """Tell whether a single engine takes a turn for which these groups are admissible; with a seat there, what is kept for it too."""
+    def _can_take(self, engine: _Engine, asked: Sizes, kinds: _Kinds, *, is_at_home: bool = False) -> bool:
+        """Tell whether a single engine takes a turn for which these groups are admissible; where its trajectory is, of what is kept too."""
         place = engine.place
         if place is None or (engine.group not in kinds[0] and engine.group not in kinds[1]):
             return False
-        if place[0] and self._keeps_seats and not has_seat:
+        if place[0] and self._keeps_seats and not is_at_home:
             return False
-        room = (_kv_room if has_seat else self._free_room)(engine.view, engine.load)
+        room = (_kv_room if is_at_home else self._free_room)(engine.view, engine.load)
         return room[0] >= asked[0] or room[1] >= asked[1]
 
     def _cap(self, view: EngineView) -> int:

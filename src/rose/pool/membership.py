@@ -96,7 +96,8 @@ class Member:
         num_shown: Turns that it has shown a token of since it joined; enough from the start for one that joined before the pool had any,
             when holding back would only send the first trajectories to worse engines.
         slots: How many turns it may have in flight, as its KV memory tells.
-        is_kept_free: It takes no turn for the moment, so that a large one will find room on it.
+        is_kept_free: See ``EngineView``.
+        is_emptied: It takes no turn at all meanwhile.
         why: What brought it into its state.
     """
 
@@ -124,6 +125,7 @@ class Member:
     joined_s: float = 0.0
     lease_ends_s: float | None = None
     is_kept_free: bool = False
+    is_emptied: bool = False
     why: str = ""
     engine_id: EngineId = attrs.field(init=False)
     _num_tokens_read: int = 0
@@ -317,7 +319,7 @@ class Membership:
             state=member.state,
             version=member.version,
             circuit=member.circuit.state,
-            num_slots=member.slots.num_slots,
+            num_slots=0 if member.is_emptied else member.slots.num_slots,
             is_kept_free=member.is_kept_free,
             kv_total_tokens=None if reading is None else reading.kv_total_tokens,
             kv_used_fraction=member.kv_used_fraction,

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections import Counter, deque
 
 from rose.policies.ordered import Sizes
-from rose.policies.routing import Assign, Wait, WaitReason
-from rose.pool.membership import Membership
+from rose.policies.routing import Assign, RoutingIndex, Wait, WaitReason
 from rose.pool.objections import Objections
 from rose.pool.starvation import Starvation
 from rose.pool.turns import TurnRecord
@@ -24,11 +23,10 @@ class Search:
     """Looks through the queue for turns that need not wait."""
 
     def __init__(
-        self, waiting: WaitingQueue, engines: Membership, objections: Objections, starvation: Starvation
+        self, waiting: WaitingQueue, index: RoutingIndex, objections: Objections, starvation: Starvation
     ) -> None:
         self._waiting = waiting
-        self._engines = engines
-        self._index = engines.index
+        self._index = index
         self._objections = objections
         self._starvation = starvation
         self._returned: deque[TurnRecord] = deque()
@@ -50,8 +48,8 @@ class Search:
     def _first_returned(self) -> Found | None:
         while self._returned:
             record = self._returned.popleft()
-            if self._engines.returns.is_worth_it and self._waiting.has(record):
-                decision = self._index.choose(record.view(has_seat=True))
+            if self._index.keeps_seats and self._waiting.has(record):
+                decision = self._index.choose(record.view())
                 if isinstance(decision, Assign):
                     return record, decision
         return None

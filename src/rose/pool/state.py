@@ -90,7 +90,7 @@ class PoolState:
         self._objections = Objections(self.engines, self._groups)
         self._outage = Outage(self.engines, config.no_engine_timeout_s)
         self._starvation = Starvation(self.engines, config.starve_s)
-        self._search = Search(self._waiting, self.engines, self._objections, self._starvation)
+        self._search = Search(self._waiting, self.engines.index, self._objections, self._starvation)
         self._numbers = itertools.count()
         self._timers = Timers(self._is_timer_needed)
         self._is_seat_timer_set = False
@@ -286,7 +286,7 @@ class PoolState:
 
     def _set_seat_timer(self, now_s: float) -> None:
         """Look again, while turns wait, for seats whose trajectories did not come back: nothing else may happen meanwhile."""
-        if self.engines.returns.is_worth_it and not self._is_seat_timer_set:
+        if self.engines.index.keeps_seats and not self._is_seat_timer_set:
             self._is_seat_timer_set = True
             self._timers.set(now_s + self.engines.returns.seat_s / _LOOKS_PER_SEAT, TimerKind.SEATS, None)
 

@@ -175,7 +175,7 @@ class TurnRecord:
         """Return how long the next attempt's prompt is."""
         return len(self.turn.prompt_ids) + len(self.token_ids)
 
-    def view(self, *, has_seat: bool = False) -> TurnView:
+    def view(self) -> TurnView:
         """Return what the routing policy needs to know."""
         return TurnView(
             versions=self.versions,
@@ -186,7 +186,6 @@ class TurnRecord:
             avoid=self.avoid,
             moved_by=self.moved_by,
             is_dedicated_only=self.is_dedicated_only,
-            has_seat=has_seat,
         )
 
     def next_request(self, request_id: RequestId) -> EngineRequest:
