@@ -17,7 +17,6 @@ from rose.pool.membership import Member, Membership
 from rose.pool.turns import TurnRecord
 from rose.types import EngineKind
 
-
 _PATIENCE = 6.0
 
 

@@ -62,7 +62,6 @@ from rose.types import (
     TurnResult,
 )
 
-
 _LOOKS_PER_SEAT = 4.0
 
 
