@@ -31,7 +31,7 @@ class PaceConfig:
         memory_turns: A kind's line is drawn through about this many turns.
         half_life_s: What an engine's own turns said counts half after this time.
         doubt_s: Turns of so many seconds in all say as much of an engine as its kind does.
-        prefill_share: What computing a prompt token takes as a share of making a token, until turns that moved have shown it.
+        prefill_share: What computing a prompt token takes at least, as a share of making a token; turns that moved may show that it takes more.
     """
 
     memory_turns: int = attrs.field(default=256, validator=checks.integer(2))

@@ -4,7 +4,8 @@ While a trajectory's environment is at work, its engine has a slot and KV memory
 is then computed anew, on its engine or elsewhere. To keep them for it costs the pause. So they are kept while most trajectories come back, and a usual
 pause is shorter than the time that a usual context takes to compute.
 
-Invariant: the share that comes back is between 0 and 1; pause and context are not negative.
+Invariants: the share that comes back is between 0 and 1; the usual pause is at least ``_LEAST_PAUSE_S``, since looks for seats that ended follow it, and so
+would stand still with it; the context is not negative.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import attrs
 
 _FIRST_PAUSE_S = 0.5
+_LEAST_PAUSE_S = 0.01
 _WEIGHT = 0.02
 _PAUSES = 3.0
 _USUAL = 0.5
@@ -50,7 +52,8 @@ class ReturnModel:
         """
         self._num_seen += 1
         weight = max(_WEIGHT, 1 / (self._num_seen + 1))
-        self._pause_s += weight * (min(pause_s, _MOST_PAUSES * self._pause_s) - self._pause_s)
+        pause_s = min(pause_s, _MOST_PAUSES * self._pause_s)
+        self._pause_s = max(_LEAST_PAUSE_S, self._pause_s + weight * (pause_s - self._pause_s))
         self._share += _WEIGHT * (1.0 - self._share) * is_expected
         self.context_tokens += (weight if self._num_seen > 1 else 1.0) * (num_context_tokens - self.context_tokens)
         cost_s = prefill_s * self.context_tokens

@@ -25,12 +25,12 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator
-from collections.abc import Set as AbstractSet
 
 import attrs
 
 from rose.policies.migration import gain_s, is_crowded
-from rose.policies.ordered import OrderedRoom, Sizes
+from rose.policies.ordered import Sizes
+from rose.policies.route_groups import Group, Place, first_of, has_hope
 from rose.policies.route_views import (
     Assign,
     Circuit,
@@ -75,49 +75,6 @@ _OUT = frozenset({EngineState.DRAINING, EngineState.FENCED, EngineState.LOST})
 
 _ANY_SIZE: Sizes = (math.inf, math.inf)
 
-Place = tuple[bool, float, int, float, EngineId]
-"""An open engine's place among those of its kind: no slot that is not expected to be asked for, seconds until its trajectories would have made one token more than they are expected
-to, turns in flight, KV use, id."""
-
-
-@attrs.define(eq=False)
-class _Group:
-    """The ready engines of one kind at one weight version: those with an open slot, and why the others have none.
-
-    Attributes:
-        open: Those with a slot that none of their trajectories is expected back for.
-        seated: Those whose open slots are all expected to be asked for.
-    """
-
-    siblings: dict[WeightVersion | None, _Group]
-    version: WeightVersion | None
-    open: OrderedRoom[Place] = attrs.field(factory=OrderedRoom)
-    seated: OrderedRoom[Place] = attrs.field(factory=OrderedRoom)
-    num_full: int = 0
-    num_shut: int = 0
-
-    def is_empty(self) -> bool:
-        return not (len(self.open) or len(self.seated) or self.num_full or self.num_shut)
-
-    def room_of(self, place: Place) -> OrderedRoom[Place]:
-        """Return the list that a place is in."""
-        return self.seated if place[0] else self.open
-
-    def lists(self, *, is_seated_too: bool) -> tuple[OrderedRoom[Place], ...]:
-        """Return the lists to choose from, the better one first."""
-        return (self.open, self.seated) if is_seated_too else (self.open,)
-
-    def first(self, asked: Sizes, avoid: AbstractSet[EngineId], *, is_seated_too: bool) -> Place | None:
-        """Return the first engine with room that is not avoided."""
-        for room in self.lists(is_seated_too=is_seated_too):
-            if avoid:
-                place = next((place for place in room.fitting(asked) if place[-1] not in avoid), None)
-            else:
-                place = room.first(asked)
-            if place is not None:
-                return place
-        return None
-
 
 @attrs.define(eq=False)
 class _Engine:
@@ -135,12 +92,12 @@ class _Engine:
     view: EngineView
     load: EngineLoad
     cap: int
-    group: _Group | None = None
+    group: Group | None = None
     place: Place | None = None
     is_shut: bool = False
 
 
-_Kinds = tuple[list[_Group], list[_Group]]
+_Kinds = tuple[list[Group], list[Group]]
 """Dedicated groups and borrowed groups."""
 
 _MOST_ASKED = 256
@@ -161,12 +118,12 @@ class RoutingIndex:
         self._keeps_seats = False
         self._newcomer_tokens = 0.0
         self._engines: dict[EngineId, _Engine] = {}
-        self._dedicated: dict[WeightVersion | None, _Group] = {}
-        self._borrowed: dict[WeightVersion | None, _Group] = {}
-        self._slow: dict[WeightVersion | None, _Group] = {}
+        self._dedicated: dict[WeightVersion | None, Group] = {}
+        self._borrowed: dict[WeightVersion | None, Group] = {}
+        self._slow: dict[WeightVersion | None, Group] = {}
         self._versions: Counter[WeightVersion | None] = Counter()
         self._num_open = 0
-        self._asked: dict[VersionConstraint, tuple[list[_Group], ...]] = {}
+        self._asked: dict[VersionConstraint, tuple[list[Group], ...]] = {}
 
     @property
     def run(self) -> str | None:
@@ -264,7 +221,7 @@ class RoutingIndex:
         version, groups = engine.view.version, self._groups(engine.view)
         group = groups.get(version)
         if group is None:
-            group = groups[version] = _Group(groups, version)
+            group = groups[version] = Group(groups, version)
             self._asked.clear()
         engine.group = group
         self._settle(engine, group, self._place(engine))
@@ -280,7 +237,7 @@ class RoutingIndex:
             del group.siblings[group.version]
             self._asked.clear()
 
-    def _settle(self, engine: _Engine, group: _Group, place: Place | None) -> None:
+    def _settle(self, engine: _Engine, group: Group, place: Place | None) -> None:
         """Put an engine of a group among those that are open, full or shut."""
         engine.place = place
         if place is not None:
@@ -293,7 +250,7 @@ class RoutingIndex:
         else:
             group.num_full += 1
 
-    def _take_out(self, engine: _Engine, group: _Group) -> None:
+    def _take_out(self, engine: _Engine, group: Group) -> None:
         """Undo ``_settle``."""
         if engine.place is not None:
             group.room_of(engine.place).remove(engine.place)
@@ -303,7 +260,7 @@ class RoutingIndex:
         else:
             group.num_full -= 1
 
-    def _groups(self, view: EngineView) -> dict[WeightVersion | None, _Group]:
+    def _groups(self, view: EngineView) -> dict[WeightVersion | None, Group]:
         if view.kind is EngineKind.DEDICATED:
             return self._dedicated
         return self._slow if view.is_slow else self._borrowed
@@ -329,7 +286,8 @@ class RoutingIndex:
 
         Returns:
             Two numbers of tokens, infinite when there is no limit, minus infinite when no engine is open. ``choose`` finds an
-            engine if and only if a turn's prompt and new tokens together are at most the first, or its prompt at most the second.
+            engine if and only if a turn's prompt and new tokens together are at most the first, or its prompt at most the second;
+            while seats are kept, also where its trajectory is, in what is kept there.
         """
         dedicated, borrowed = self._admissible(versions, is_dedicated_only=is_dedicated_only, is_new=is_new)
         lists = [room for group in (*dedicated, *borrowed) for room in group.lists(is_seated_too=not self._keeps_seats)]
@@ -353,7 +311,7 @@ class RoutingIndex:
         elif affinity is None and asked[0] < self._newcomer_tokens:
             asked = (self._newcomer_tokens, num_prompt_tokens)
         for groups in kinds:
-            place = _first(groups, asked, turn.avoid, is_seated_too=not self._keeps_seats)
+            place = first_of(groups, asked, turn.avoid, is_seated_too=not self._keeps_seats)
             if place is not None:
                 return self._assign(self._engines[place[-1]], turn)
         avoided = [engine for engine_id in turn.avoid if (engine := self._engines.get(engine_id)) is not None]
@@ -368,7 +326,7 @@ class RoutingIndex:
         if self._is_by_value and turn.moved_by is None:
             most_s, best = 0.0, None
             for groups in kinds:
-                place = _first(groups, asked, turn.avoid, is_seated_too=False)
+                place = first_of(groups, asked, turn.avoid, is_seated_too=False)
                 if place is None or place == here.place:
                     continue
                 there = self._engines[place[-1]]
@@ -390,7 +348,7 @@ class RoutingIndex:
         is_own = view.kind is EngineKind.DEDICATED
         return Assign(view.engine_id, RouteReason.DEDICATED if is_own else RouteReason.BORROWED)
 
-    def _obstacle(self, turn: TurnView, groups: tuple[_Group, ...]) -> WaitReason:
+    def _obstacle(self, turn: TurnView, groups: tuple[Group, ...]) -> WaitReason:
         """Return what keeps a turn from all engines; ``groups``: those of admissible ones."""
         if any(len(room) for group in groups for room in group.lists(is_seated_too=not self._keeps_seats)):
             return WaitReason.KV
@@ -412,11 +370,11 @@ class RoutingIndex:
         dedicated, borrowed, slow = found
         if is_dedicated_only:
             return dedicated, []
-        if slow and not (is_new and _has_hope(dedicated)):
+        if slow and not (is_new and has_hope(dedicated)):
             return dedicated, borrowed + slow
         return dedicated, borrowed
 
-    def _with_version(self, groups: dict[WeightVersion | None, _Group], versions: VersionConstraint) -> list[_Group]:
+    def _with_version(self, groups: dict[WeightVersion | None, Group], versions: VersionConstraint) -> list[Group]:
         return [group for version, group in groups.items() if is_admissible(versions, version, self.run)]
 
     def _free_room(self, view: EngineView, load: EngineLoad) -> Sizes:
@@ -471,21 +429,6 @@ def _is_same_group(one: EngineView, other: EngineView) -> bool:
 def _rank_avoided(engine: _Engine, turn: TurnView) -> tuple[bool, bool, Place | None]:
     view = engine.view
     return view.engine_id != turn.affinity, view.kind is EngineKind.BORROWED, engine.place
-
-
-def _first(groups: list[_Group], asked: Sizes, avoid: AbstractSet[EngineId], *, is_seated_too: bool) -> Place | None:
-    """Return the place of the first engine of several groups with room for a turn."""
-    best = None
-    for group in groups:
-        place = group.first(asked, avoid, is_seated_too=is_seated_too)
-        if place is not None and (best is None or place < best):
-            best = place
-    return best
-
-
-def _has_hope(groups: list[_Group]) -> bool:
-    """Tell whether an engine of these takes turns, or will once those end that it has: not all have failed."""
-    return any(len(group.open) or len(group.seated) or group.num_full for group in groups)
 
 
 def _kv_room(view: EngineView, load: EngineLoad) -> Sizes:

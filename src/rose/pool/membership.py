@@ -91,7 +91,7 @@ class Member:
         kv_used_fraction: How much of its KV memory was in use when it was read.
         left_tokens: What the trajectory of each held attempt and of each seat is expected to make yet, the least first.
         num_waiting_prompt_tokens: Prompt tokens of held attempts that show no token yet, without prefixes that were here.
-        seats: Trajectories whose last turn ended here and whose next one is expected, in the order of those times.
+        seats: Trajectories whose last turn ended here and whose next one is expected, in the order in which they were given.
         lease_ends_s: When its lease ends unless it is renewed; ``None`` when the pool was not told.
         num_shown: Turns that it has shown a token of since it joined; enough from the start for one that joined before the pool had any,
             when holding back would only send the first trajectories to worse engines.
@@ -303,11 +303,13 @@ class Membership:
     def refresh(self, member: Member) -> None:
         """Bring the routing index up to date with a member that changed."""
         if self.members.get(member.engine_id) is member:
+            self._forget_absent(member)
             self.index.put(self.view(member))
 
     def _refresh_load(self, member: Member) -> None:
         """Do the same where nothing but the member's load changed."""
         if self.members.get(member.engine_id) is member:
+            self._forget_absent(member)
             self.index.put_load(member.engine_id, self._load(member))
 
     def view(self, member: Member) -> EngineView:
@@ -331,7 +333,6 @@ class Membership:
         num_probing, pace_s, slope_s, slowdown, idle_s = 0, None, 0.0, 1.0, 0.0
         if member.circuit.state is Circuit.HALF_OPEN:
             num_probing = sum(attempt.is_open and attempt.num_tokens == 0 for attempt in member.held.values())
-        num_seats = self._num_seats(member) if member.seats else 0
         estimate = self.pace.estimate(member.engine_id, member.kind, member.load_tokens + member.seat_tokens)
         if estimate is not None:
             pace_s, slope_s, slowdown, idle_s = estimate
@@ -342,7 +343,7 @@ class Membership:
             member.kv_reserved_tokens,
             member.num_waiting_prompt_tokens,
             left_tokens[-1] if left_tokens else 0.0,
-            num_seats,
+            len(member.seats),
             member.seat_tokens,
             pace_s,
             slope_s,
@@ -351,16 +352,15 @@ class Membership:
             slowdown > self._config.routing.max_slowdown,
         )
 
-    def _num_seats(self, member: Member) -> int:
-        """Count the trajectories that will soon be back, and forget those that did not come."""
+    def _forget_absent(self, member: Member) -> None:
+        """Expect those no more that did not come back in time."""
         seats, now_s = member.seats, self.pace.now_s
         while seats and seats[first := next(iter(seats))].expected_s <= now_s:
             member.free_seat(first)
             self.returns.observe_absence()
-        return len(seats)
 
     def free_seats(self) -> None:
-        """Let slots go that were kept for trajectories which did not come back; nothing else may change on an engine meanwhile."""
+        """Let seats go whose trajectories did not come back, also where nothing else happens on an engine."""
         for member in self.members.values():
             if member.seats:
                 self._refresh_load(member)

@@ -1,7 +1,8 @@
 """Which waiting turn goes next. Sync, without a walk over the queue: one look at the first turn of each line.
 
 Invariants: a turn that came back to where it was expected goes before all others, once: what is kept there is nobody else's, and it is not kept on. Next
-is the turn that an engine was kept free for. All others go in the order of the queue, each as soon as an engine has room for it.
+is the turn that an engine was kept free for. All others go in the order of the queue, each as soon as an engine has room that is not kept for others; the very
+first also into what its own engine keeps.
 """
 
 from __future__ import annotations
