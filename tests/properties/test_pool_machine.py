@@ -484,12 +484,6 @@ class PoolMachine(RuleBasedStateMachine):
                 assert record.num_prompt_tokens > prompt_room
 
     @invariant()
-    def a_look_for_free_seats_is_to_come_while_turns_wait(self):
-        if self.state.engines.index.keeps_seats and len(self.state._waiting):
-            assert self.state._is_seat_timer_set
-            assert self.state.next_due_s() is not None
-
-    @invariant()
     def one_engine_at_most_is_kept_free_and_for_a_waiting_turn(self):
         members = self.state.engines.members.values()
         kept = [member for member in members if member.is_kept_free]
@@ -548,6 +542,15 @@ class PoolMachine(RuleBasedStateMachine):
             self.state.tick(self.now_s)
             self.apply()
 
+    def read_all(self):
+        """Read each engine once more, as a pool does all the time."""
+        for member in list(self.state.engines.members.values()):
+            if member.reading is not None and self.state.engines.is_present(member):
+                self.state.lifecycle.note_reading(
+                    member, attrs.evolve(member.reading, read_at_s=self.now_s), self.now_s
+                )
+        self.apply()
+
     def let_all_end(self):
         """Let an engine and some trajectories more come in, every request end, and time pass."""
         self.sync(self.join(kind=EngineKind.DEDICATED, version=None, context=None))
@@ -567,6 +570,7 @@ class PoolMachine(RuleBasedStateMachine):
                     flight.is_released = True
                     self.state.released(flight.attempt, self.now_s)
             self.advance(9.0)
+            self.read_all()
             if not open_flights and not any(flight.attempt.is_open for flight in self.flights):
                 return
         message = "turns never come to an end"

@@ -4,8 +4,7 @@ While a trajectory's environment is at work, its engine has a slot and KV memory
 is then computed anew, on its engine or elsewhere. To keep them for it costs the pause. So they are kept while most trajectories come back, and a usual
 pause is shorter than the time that a usual context takes to compute.
 
-Invariants: the share that comes back is between 0 and 1; the usual pause is at least ``_LEAST_PAUSE_S``, since looks for seats that ended follow it, and so
-would stand still with it; the context is not negative.
+Invariants: the share that comes back is between 0 and 1; the usual pause is at least ``_LEAST_PAUSE_S``; the context is not negative.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ _FIRST_PAUSE_S = 0.5
 _LEAST_PAUSE_S = 0.01
 _WEIGHT = 0.02
 _PAUSES = 3.0
-_USUAL = 0.5
+_USUAL, _USUAL_TO_BEGIN = 0.5, 0.67  # of two turns each, half come back: no reason to begin again
 _HYSTERESIS = 1.5
 _MOST_PAUSES = 10.0
 
@@ -56,8 +55,10 @@ class ReturnModel:
         self._pause_s = max(_LEAST_PAUSE_S, self._pause_s + weight * (pause_s - self._pause_s))
         self._share += _WEIGHT * (1.0 - self._share) * is_expected
         self.context_tokens += (weight if self._num_seen > 1 else 1.0) * (num_context_tokens - self.context_tokens)
-        cost_s = prefill_s * self.context_tokens
-        self.is_worth_it = self._share >= _USUAL and self._pause_s < cost_s * (_HYSTERESIS if self.is_worth_it else 1.0)
+        usual, cost_s = _USUAL_TO_BEGIN, prefill_s * self.context_tokens
+        if self.is_worth_it:
+            usual, cost_s = _USUAL, _HYSTERESIS * cost_s
+        self.is_worth_it = self._share >= usual and self._pause_s < cost_s
 
     def observe_absence(self) -> None:
         """Note that a trajectory did not come back in time."""

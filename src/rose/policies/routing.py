@@ -327,9 +327,11 @@ class RoutingIndex:
             most_s, best = 0.0, None
             for groups in kinds:
                 place = first_of(groups, asked, turn.avoid, is_seated_too=False)
-                if place is None or place == here.place:
+                if place is None:
                     continue
                 there = self._engines[place[-1]]
+                if there.view.kind is here.view.kind and here.place is not None and here.place <= place:
+                    continue  # it is the first of its kind itself
                 if here.load.pace_s is None:
                     if here.view.kind is there.view.kind and is_crowded(config, here.load, there.load):
                         return Assign(place[-1], RouteReason.REBALANCED)

@@ -44,14 +44,13 @@ Action = StartAttempt | StopAttempt | SettleTurn
 
 
 class TimerKind(enum.Enum):
-    """What a timer is for; its subject is an attempt's number, a turn's number, a member, a turn's number, nothing, nothing."""
+    """What a timer is for; its subject is an attempt's number, a turn's number, a member, a turn's number, nothing."""
 
     STALL = "stall"
     DEADLINE = "deadline"
     CIRCUIT = "circuit"
     REST = "rest"
     OUTAGE = "outage"
-    SEATS = "seats"
 
 
 class Timers:

@@ -290,7 +290,9 @@ class Membership:
         if member.reading is None or member.reading.max_context_tokens != reading.max_context_tokens:
             self._is_context_known = False
         member.note_reading(reading, now_s)
+        self.pace.now_s = now_s
         self.refresh(member)
+        self._keep_seats()
 
     def acknowledge(self, member: Member, version: WeightVersion) -> None:
         """Note that the engine holds ``version``; the pool's own version and run follow and never go back within a run."""
@@ -358,13 +360,6 @@ class Membership:
         while seats and seats[first := next(iter(seats))].expected_s <= now_s:
             member.free_seat(first)
             self.returns.observe_absence()
-
-    def free_seats(self) -> None:
-        """Let seats go whose trajectories did not come back, also where nothing else happens on an engine."""
-        for member in self.members.values():
-            if member.seats:
-                self._refresh_load(member)
-        self._keep_seats()
 
     def keep_seat(
         self, engine_id: EngineId, trajectory_id: str, now_s: float, *, num_context_tokens: int, left_tokens: float

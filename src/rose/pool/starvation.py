@@ -91,6 +91,8 @@ class Starvation:
         kept_tokens = member.seat_tokens if index.keeps_seats else 0
         if not (member.held or kept_tokens):
             return True
+        if index.keeps_seats and len(member.held) + len(member.seats) >= member.slots.num_slots:
+            return False
         if record.affinity is None:
             need = max(need, index.newcomer_tokens)
         return _kv_tokens(member) - member.kv_reserved_tokens - kept_tokens >= need

@@ -62,8 +62,6 @@ from rose.types import (
     TurnResult,
 )
 
-_LOOKS_PER_SEAT = 4.0
-
 
 class PoolState:
     """Turns, engines and reservations of one pool.
@@ -92,7 +90,6 @@ class PoolState:
         self._search = Search(self._waiting, self.engines.index, self._objections, self._starvation)
         self._numbers = itertools.count()
         self._timers = Timers(self._is_timer_needed)
-        self._is_seat_timer_set = False
         self._actions: list[Action] = []
         self._journal = Journal()
         self.lifecycle = Lifecycle(self.engines, self._journal, self._move_on)
@@ -226,10 +223,6 @@ class PoolState:
                 self._enqueue(self.live[subject], now_s)
             elif kind is TimerKind.OUTAGE:
                 self._give_up_on_engines(now_s)
-            elif kind is TimerKind.SEATS:
-                self._is_seat_timer_set = False
-                self.engines.pace.now_s = now_s
-                self.engines.free_seats()
             elif subject.circuit.tick(now_s):
                 self.engines.refresh(subject)
 
@@ -246,7 +239,6 @@ class PoolState:
                 self._give_up_version(record, now_s)
         if len(self._waiting):
             self._starvation.look(self._waiting.heads(), now_s)
-            self._set_seat_timer(now_s)
         actions, self._actions = self._actions, []
         return actions, self._journal.take()
 
@@ -282,12 +274,6 @@ class PoolState:
     def _set_outage_timer(self, records: Iterable[TurnRecord]) -> None:
         if (due_s := self._outage.earliest_due_s(records)) < math.inf:
             self._timers.set(due_s, TimerKind.OUTAGE, None)
-
-    def _set_seat_timer(self, now_s: float) -> None:
-        """Look again, while turns wait, for seats whose trajectories did not come back: nothing else may happen meanwhile."""
-        if self.engines.index.keeps_seats and not self._is_seat_timer_set:
-            self._is_seat_timer_set = True
-            self._timers.set(now_s + self.engines.returns.seat_s / _LOOKS_PER_SEAT, TimerKind.SEATS, None)
 
     def _give_up_on_engines(self, now_s: float) -> None:
         """Fail the turns that waited through an outage for too long."""
@@ -424,6 +410,16 @@ class PoolState:
                 oldest=record.oldest_so_far,
                 ended_s=now_s,
             )
+        if result.finish_reason is not FinishReason.ABORTED:
+            self._keep_seat(record, result, now_s)
+            self._groups.succeed(record.turn.group_id)
+        self.recorder.finished(result, self.engines.version)
+        self._actions.append(SettleTurn(record, result))
+        self._journal.finished(record, result, now_s)
+
+    def _keep_seat(self, record: TurnRecord, result: TurnResult, now_s: float) -> None:
+        """Expect the trajectory of a finished turn back on its engine."""
+        if result.hops:
             known = self._memory.known(record.turn.trajectory_id)
             self.engines.keep_seat(
                 result.hops[-1].engine_id,
@@ -432,11 +428,6 @@ class PoolState:
                 num_context_tokens=known.num_context_tokens,
                 left_tokens=self._left_tokens(known, known.num_context_tokens),
             )
-        if result.finish_reason is not FinishReason.ABORTED:
-            self._groups.succeed(record.turn.group_id)
-        self.recorder.finished(result, self.engines.version)
-        self._actions.append(SettleTurn(record, result))
-        self._journal.finished(record, result, now_s)
 
     def _fail_turn(self, record: TurnRecord, error: RoseError, now_s: float) -> None:
         self.live.pop(record.number, None)
@@ -475,8 +466,6 @@ class PoolState:
             return subject in self.live and self.live[subject].attempt is None
         if kind is TimerKind.OUTAGE:
             return len(self._waiting) > 0
-        if kind is TimerKind.SEATS:
-            return True
         return self.engines.members.get(subject.engine_id) is subject
 
 

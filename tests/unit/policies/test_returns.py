@@ -39,7 +39,7 @@ def test_seats_are_not_kept_where_most_trajectories_do_not_come_back():
     for _ in range(40):
         model.observe_absence()
     assert not model.is_worth_it
-    assert not after(1, 0.1, model=model).is_worth_it
+    assert not after(20, 0.1, model=model).is_worth_it, "half came back"
     assert after(50, 0.1, model=model).is_worth_it
 
 
