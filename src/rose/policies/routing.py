@@ -352,7 +352,9 @@ class RoutingIndex:
 
     def _obstacle(self, turn: TurnView, groups: tuple[Group, ...]) -> WaitReason:
         """Return what keeps a turn from all engines; ``groups``: those of admissible ones."""
-        if any(len(room) for group in groups for room in group.lists(is_seated_too=not self._keeps_seats)):
+        home = None if turn.affinity is None or turn.affinity in turn.avoid else self._engines.get(turn.affinity)
+        has_home = home is not None and home.place is not None and home.group in groups
+        if has_home or any(len(room) for group in groups for room in group.lists(is_seated_too=not self._keeps_seats)):
             return WaitReason.KV
         if any(group.num_full or len(group.seated) for group in groups):
             return WaitReason.SLOTS
