@@ -25,6 +25,7 @@ from rose.errors import (
     RequestRefusedError,
 )
 from rose.policies.concurrency import ConcurrencyConfig
+from rose.policies.pace import PaceConfig
 from rose.policies.routing import Assign, EngineState, EngineView, RoutingConfig
 from rose.policies.staleness import is_admissible, staleness
 from rose.pool.actions import SettleTurn, StartAttempt, StopAttempt
@@ -90,6 +91,7 @@ def timeless(view: EngineView) -> EngineView:
         prefill_s=0.0,
         most_left_tokens=0.0,
         num_seats=0,
+        kv_seat_tokens=0,
         is_slow=False,
     )
 
@@ -100,8 +102,20 @@ class PoolMachine(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.now_s = 0.0
+        self.begin_with(PaceConfig().prefill_share)
+        self.flights: list[Flight] = []
+        self.records, self.outcomes, self.cancelled = [], {}, set()
+        self.request_ids: set[str] = set()
+        self.num_joined = 0
+        self.newest = 0
+        self.is_eager = True
+        self.samples: SampleQueue[int] = SampleQueue(MAX_SAMPLES, 1)
+        self.unread: list = []
+
+    def begin_with(self, prefill_share):
+        """Make the pool. Where prompts cost much to compute, seats are kept soon."""
         self.config = PoolConfig(
-            routing=RoutingConfig(cap_per_engine=CAP),
+            routing=RoutingConfig(cap_per_engine=CAP, pace=PaceConfig(prefill_share=prefill_share)),
             max_hops=4,
             max_busy=3,
             resume_after_abort=ResumePolicy.SAME_VERSION,
@@ -111,14 +125,6 @@ class PoolMachine(RuleBasedStateMachine):
             group_drop_s=5.0,
         )
         self.state = PoolState(self.config, name="p", seed=0)
-        self.flights: list[Flight] = []
-        self.records, self.outcomes, self.cancelled = [], {}, set()
-        self.request_ids: set[str] = set()
-        self.num_joined = 0
-        self.newest = 0
-        self.is_eager = True
-        self.samples: SampleQueue[int] = SampleQueue(MAX_SAMPLES, 1)
-        self.unread: list = []
 
     # The shell.
 
@@ -175,13 +181,18 @@ class PoolMachine(RuleBasedStateMachine):
         target=members,
         kinds=st.lists(st.sampled_from(EngineKind), min_size=1, max_size=3),
         is_eager=st.sampled_from([True, True, True, False]),
+        prefill_share=st.sampled_from([PaceConfig().prefill_share, 1.0]),
     )
-    def begin_with_engines(self, kinds, is_eager):
+    def begin_with_engines(self, kinds, is_eager, prefill_share):
         """Most histories begin with engines that hold version 0 and shells that send requests at once."""
+        self.begin_with(prefill_share)
         self.is_eager = is_eager
         self.submit(name=0, max_tokens=6, versions=AnyVersion())
         self.submit(name=1, max_tokens=6, versions=AnyVersion())
-        return multiple(*(self.join(kind=kind, version=0, context=None) for kind in kinds))
+        members = [self.join(kind=kind, version=0, context=None) for kind in kinds]
+        if prefill_share == 1.0:
+            self.converse(names=[2, 3], pause_s=0.01)
+        return multiple(*members)
 
     @rule(
         target=members,
@@ -299,6 +310,24 @@ class PoolMachine(RuleBasedStateMachine):
         for name in names:
             self.submit(name=name, max_tokens=6, versions=AnyVersion(), num_prompt=num_prompt, max_staleness=1)
 
+    @rule(
+        names=st.lists(st.integers(0, 5), min_size=1, max_size=4, unique=True),
+        pause_s=st.sampled_from([0.01, 0.3, 2.0]),
+    )
+    def converse(self, names, pause_s):
+        """Trajectories whose environments answer, soon or late: what seats are kept for."""
+        for _ in range(3):
+            for name in names:
+                self.submit(name=name, max_tokens=6, versions=AnyVersion())
+            self.advance(0.5)
+            for flight in list(self.flights):
+                is_theirs = flight.attempt.record.turn.trajectory_id in {f"t{name}" for name in names}
+                if is_theirs and flight.has_begun and flight.attempt.is_open:
+                    self.chunk_of(flight, [1], FinishReason.STOP)
+            while len(self.samples):
+                self.train()
+            self.advance(pause_s)
+
     @rule(index=st.integers(0, 99))
     def cancel(self, index):
         live = [record for record in self.records if record.number in self.state.live]
@@ -351,8 +380,10 @@ class PoolMachine(RuleBasedStateMachine):
     def chunk(self, index, token_ids, finish, has_label, has_logprobs):
         """Chunks of attempts that were given up come too: they are late."""
         flight = self.pick(index, lambda flight: flight.has_begun and not flight.has_ended and not flight.is_released)
-        if flight is None:
-            return
+        if flight is not None:
+            self.chunk_of(flight, token_ids, finish, has_label=has_label, has_logprobs=has_logprobs)
+
+    def chunk_of(self, flight, token_ids, finish, *, has_label=True, has_logprobs=True):
         flight.has_ended = finish is not None and flight.attempt.is_open
         chunk = TokenChunk(
             token_ids=tuple(token_ids),
@@ -440,15 +471,26 @@ class PoolMachine(RuleBasedStateMachine):
 
     @invariant()
     def no_turn_waits_that_could_run(self):
-        for record in self.state._waiting:
-            assert not isinstance(self.state.engines.index.choose(record.view()), Assign)
+        """Of what its own engine keeps for others, a turn takes nothing unless it is the first in the queue."""
+        index = self.state.engines.index
+        for place, record in enumerate(self.state._waiting):
+            if isinstance(decision := index.choose(record.view()), Assign):
+                room, prompt_room = self.state._search._room_for(record)
+                need = record.num_prompt_tokens + record.num_left_tokens
+                assert index.keeps_seats
+                assert place > 0
+                assert decision.engine_id == record.affinity
+                assert need > room
+                assert record.num_prompt_tokens > prompt_room
 
     @invariant()
     def one_engine_at_most_is_kept_free_and_for_a_waiting_turn(self):
-        kept = [member for member in self.state.engines.members.values() if member.is_kept_free]
+        members = self.state.engines.members.values()
+        kept = [member for member in members if member.is_kept_free]
         starved = self.state._starvation.record
         assert len(kept) <= 1
         assert not kept or self.state._waiting.has(starved)
+        assert all(member.is_kept_free for member in members if member.is_emptied)
 
     @invariant()
     def no_sample_is_lost_on_the_way_to_the_trainer(self):
@@ -500,7 +542,45 @@ class PoolMachine(RuleBasedStateMachine):
             self.state.tick(self.now_s)
             self.apply()
 
+    def read_all(self):
+        """Read each engine once more, as a pool does all the time."""
+        for member in list(self.state.engines.members.values()):
+            if member.reading is not None and self.state.engines.is_present(member):
+                self.state.lifecycle.note_reading(
+                    member, attrs.evolve(member.reading, read_at_s=self.now_s), self.now_s
+                )
+        self.apply()
+
+    def let_all_end(self):
+        """Let an engine and some trajectories more come in, every request end, and time pass."""
+        self.sync(self.join(kind=EngineKind.DEDICATED, version=None, context=None))
+        self.converse(names=[6, 7, 8], pause_s=0.01)
+        for name in range(9, 13):
+            self.submit(name=name, max_tokens=6, versions=AnyVersion())
+        for _ in range(200):
+            open_flights = [flight for flight in self.flights if flight.attempt.is_open]
+            for flight in open_flights:
+                if not flight.has_begun:
+                    flight.has_begun = True
+                    self.state.started(flight.attempt)
+                if flight.attempt.is_open:
+                    self.chunk_of(flight, [1], FinishReason.STOP)
+            for flight in self.flights:
+                if flight.num_stops and not flight.is_released:
+                    flight.is_released = True
+                    self.state.released(flight.attempt, self.now_s)
+            self.advance(9.0)
+            self.read_all()
+            if not open_flights and not any(flight.attempt.is_open for flight in self.flights):
+                return
+        message = "turns never come to an end"
+        raise AssertionError(message)
+
     def teardown(self):
+        self.let_all_end()
+        for record in self.state._waiting:
+            idle = [m for m in self.state.engines.members.values() if self.state._starvation._can_serve(m, record)]
+            assert not idle, "a turn waits although an engine that could take it has nothing to do"
         self.state.close(self.now_s)
         self.apply()
         assert not self.state.live

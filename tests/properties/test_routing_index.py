@@ -40,6 +40,7 @@ class Scan:
     def __init__(self, config):
         self.config = config
         self.run = None
+        self.newcomer_tokens = None
         self.views: dict[EngineId, EngineView] = {}
 
     def put(self, view):
@@ -47,6 +48,10 @@ class Scan:
 
     def drop(self, engine_id):
         self.views.pop(engine_id, None)
+
+    @property
+    def keeps_seats(self):
+        return self.newcomer_tokens is not None and self.config.rule is RoutingRule.VALUE
 
     def has_open_engine(self):
         return any(view.state is EngineState.READY and self.has_slot(view) for view in self.views.values())
@@ -117,6 +122,8 @@ class Scan:
             return WaitReason.NO_READY_ENGINE
         if not self.has_slot(view):
             return WaitReason.SLOTS if view.circuit is Circuit.CLOSED else WaitReason.CIRCUIT
+        if self.keeps_seats and not self.comes_back(view, turn) and not self.has_seat(view):
+            return WaitReason.SLOTS
         return None if self.has_kv_room(view, turn) else WaitReason.KV
 
     def has_dedicated_for(self, turn):
@@ -133,7 +140,12 @@ class Scan:
             return False
         return view.num_in_flight < self.cap(view)
 
+    def comes_back(self, view, turn):
+        return view.engine_id == turn.affinity and turn.affinity not in turn.avoid
+
     def cap(self, view):
+        if view.is_kept_free and not self.keeps_seats:
+            return 0
         cap = CAP if view.num_slots is None else min(CAP, view.num_slots)
         is_spared = view.num_shown is not None and self.config.rule is RoutingRule.VALUE
         return min(cap, self.config.untried_slots + view.num_shown) if is_spared else cap
@@ -141,16 +153,20 @@ class Scan:
     def has_kv_room(self, view, turn):
         if view.kv_total_tokens is None:
             return True
-        if view.num_in_flight == 0:
+        kept = view.kv_seat_tokens if self.keeps_seats and not self.comes_back(view, turn) else 0
+        if view.num_in_flight == 0 and not kept:
             return view.kind is EngineKind.DEDICATED or turn.num_prompt_tokens < view.kv_total_tokens
-        return view.kv_reserved_tokens + turn.num_prompt_tokens + turn.num_new_tokens <= view.kv_total_tokens
+        need = turn.num_prompt_tokens + turn.num_new_tokens
+        if self.keeps_seats and turn.affinity is None:
+            need = max(need, self.newcomer_tokens)
+        return view.kv_reserved_tokens + kept + need <= view.kv_total_tokens
 
     def rank(self, view, turn):
         is_borrowed = view.kind is EngineKind.BORROWED
         return (view.engine_id in turn.avoid, view.engine_id != turn.affinity, is_borrowed, *self.load(view))
 
     def has_seat(self, view):
-        return view.num_in_flight + view.num_seats < self.cap(view)
+        return view.num_in_flight + view.num_seats < self.cap(view) and not view.is_kept_free
 
     def load(self, view):
         is_by_value = self.config.rule is RoutingRule.VALUE and view.pace_s is not None
@@ -190,6 +206,8 @@ VIEWS = st.builds(
     num_waiting_prompt_tokens=st.integers(0, 30),
     most_left_tokens=st.sampled_from([0.0, 0.0, 5.0, 20.0]),
     num_seats=st.sampled_from([0, 0, 1, 2]),
+    kv_seat_tokens=st.sampled_from([0, 0, 5, 15]),
+    is_kept_free=st.sampled_from([False, False, False, True]),
     num_slots=st.sampled_from([None, None, 0, 1, 2]),
     is_slow=st.booleans(),
     num_shown=st.sampled_from([None, None, 0, 1]),
@@ -215,6 +233,7 @@ CHANGES = st.one_of(
     LOADS,
     ENGINE_IDS,
     st.sampled_from([None, "r", "q"]).map(lambda run: ("run", run)),
+    st.sampled_from([None, 0.0, 12.0]).map(lambda newcomer_tokens: ("keep", newcomer_tokens)),
 )
 
 
@@ -236,6 +255,9 @@ class Both:
                 self.scan.put(change)
             case ("run", run):
                 self.index.run = self.scan.run = run
+            case ("keep", newcomer_tokens):
+                self.index.keep_seats(newcomer_tokens)
+                self.scan.newcomer_tokens = newcomer_tokens
             case (engine_id, EngineLoad() as load):
                 if engine_id in self.scan.views:
                     self.index.put_load(engine_id, load)
@@ -254,7 +276,9 @@ class Both:
             turn.versions, is_dedicated_only=turn.is_dedicated_only, is_new=turn.affinity is None
         )
         need = turn.num_prompt_tokens + turn.num_new_tokens
-        assert isinstance(decision, Assign) == (need <= room or turn.num_prompt_tokens <= prompt_room)
+        fits = need <= room or turn.num_prompt_tokens <= prompt_room
+        is_at_home = isinstance(decision, Assign) and self.scan.keeps_seats and turn.affinity not in turn.avoid
+        assert isinstance(decision, Assign) == fits or (is_at_home and turn.affinity in self.scan.views)
 
 
 @given(CONFIGS, st.lists(st.tuples(CHANGES, TURNS), min_size=30, max_size=100))
@@ -274,12 +298,14 @@ def test_the_index_decides_as_a_scan(config, history):
         lambda views: [attrs.evolve(view, state=EngineState.READY, version=WeightVersion("r", 1)) for view in views]
     ),
     st.lists(TURNS, min_size=40, max_size=40),
+    st.sampled_from([None, 0.0, 12.0]),
 )
 @settings(max_examples=40, deadline=None)
-def test_a_turn_after_the_other_goes_where_the_scan_sends_it(config, views, turns):
+def test_a_turn_after_the_other_goes_where_the_scan_sends_it(config, views, turns, newcomer_tokens):
     """Like a pool: what a turn takes is put back into the index, until nothing fits."""
     both = Both(config)
     both.change(("run", "r"))
+    both.change(("keep", newcomer_tokens))
     with patch.object(ordered, "_MAX_CHUNK", 8):
         for view in views:
             both.change(view)

@@ -20,9 +20,6 @@ from rose import checks
 from rose.types import EngineId, EngineKind
 
 _LEAST_SHARE = 0.2  # of the mean pace that the line may have at load 0, however steep it looks
-_FIRST_PAUSE_S = 0.5
-_PAUSE_WEIGHT = 0.02
-_PAUSES = 3.0
 _PRIOR_PREFILL_TOKENS = 20_000.0  # the weight of what is expected of prefill
 
 
@@ -34,7 +31,7 @@ class PaceConfig:
         memory_turns: A kind's line is drawn through about this many turns.
         half_life_s: What an engine's own turns said counts half after this time.
         doubt_s: Turns of so many seconds in all say as much of an engine as its kind does.
-        prefill_share: What computing a prompt token takes as a share of making a token, until turns that moved have shown it.
+        prefill_share: What computing a prompt token takes at least, as a share of making a token; turns that moved may show that it takes more.
     """
 
     memory_turns: int = attrs.field(default=256, validator=checks.integer(2))
@@ -95,7 +92,8 @@ class PaceModel:
 
     Attributes:
         now_s: The latest time that the model heard of.
-        prefill_s: Seconds to compute a prompt token, what is expected and what was seen weighed together; 0 before any turn ended.
+        prefill_s: Seconds to compute a prompt token, what is expected and what was seen weighed together, and never less than expected: what turns
+            that moved seem to gain on a crowded engine is not the speed of its prefill. 0 before any turn ended.
     """
 
     def __init__(self, config: PaceConfig) -> None:
@@ -108,7 +106,6 @@ class PaceModel:
         self._own: dict[EngineId, _Own] = {}
         self._prefill_tokens = 0.0
         self._prefill_sum_s = 0.0
-        self._pause_s = _FIRST_PAUSE_S
 
     def observe(
         self, engine_id: EngineId, kind: EngineKind, *, load_tokens: float, num_tokens: int, duration_s: float
@@ -139,16 +136,7 @@ class PaceModel:
         if line is not None:
             expected_s = self._config.prefill_share * line.intercept
             seen_s = self._prefill_sum_s + expected_s * _PRIOR_PREFILL_TOKENS
-            self.prefill_s = max(0.0, seen_s / (self._prefill_tokens + _PRIOR_PREFILL_TOKENS))
-
-    def observe_pause(self, pause_s: float) -> None:
-        """Take the time between two turns of a trajectory."""
-        self._pause_s += _PAUSE_WEIGHT * (pause_s - self._pause_s)
-
-    @property
-    def seat_s(self) -> float:
-        """Seconds for which a trajectory is expected back: a few times the usual pause."""
-        return _PAUSES * self._pause_s
+            self.prefill_s = max(expected_s, seen_s / (self._prefill_tokens + _PRIOR_PREFILL_TOKENS))
 
     def forget(self, engine_id: EngineId) -> None:
         """Forget what is known of one engine by itself."""

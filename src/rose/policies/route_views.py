@@ -97,6 +97,7 @@ class EngineLoad(NamedTuple):
     num_waiting_prompt_tokens: int = 0
     most_left_tokens: float = 0.0
     num_seats: int = 0
+    kv_seat_tokens: int = 0
     pace_s: float | None = None
     slope_s: float = 0.0
     idle_s: float = 0.0
@@ -116,6 +117,7 @@ class EngineView:
     grow to; ``kv_used_fraction`` is the last reading and only breaks ties.
 
     Attributes:
+        is_kept_free: It takes no turns, or those alone that come back to it if seats are kept, until one that is too large for it now has room.
         num_slots: Bounds the turns in flight below the cap; ``None``: the cap alone does.
         pace_s: Seconds a token with the turns that it has; ``None`` as long as no pace is known.
         slope_s: By how much one more token of context adds to that.
@@ -124,6 +126,7 @@ class EngineView:
         num_waiting_prompt_tokens: Prompt tokens that are to be computed before a turn that comes now.
         most_left_tokens: The most that one of its trajectories is expected to make yet.
         num_seats: Trajectories that will soon be back with their next turn, as far as can be told.
+        kv_seat_tokens: Their contexts together.
         is_slow: See ``RoutingConfig.max_slowdown``.
         num_shown: Turns of the pool that it has shown a token of since it joined; ``None``: enough of them.
     """
@@ -135,6 +138,7 @@ class EngineView:
     circuit: Circuit = Circuit.CLOSED
     num_in_flight: int = 0
     num_slots: int | None = None
+    is_kept_free: bool = False
     num_probing: int = 0
     kv_total_tokens: int | None = None
     kv_reserved_tokens: int = 0
@@ -146,6 +150,7 @@ class EngineView:
     num_waiting_prompt_tokens: int = 0
     most_left_tokens: float = 0.0
     num_seats: int = 0
+    kv_seat_tokens: int = 0
     is_slow: bool = False
     num_shown: int | None = None
 

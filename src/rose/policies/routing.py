@@ -11,7 +11,10 @@ avoided: one is taken when it is the only one, so that no turn is stranded. Amon
 * Any other turn goes to the first dedicated engine, or else the first borrowed one. The first has such a slot, then it is the one whose trajectories are
   expected to end soonest (of idle ones, the fastest), then the one with the fewest turns in flight, the lowest KV use, the lowest id.
 
-By the ``paper`` rule engines are not left for others, new ones have all their slots at once, and the first has the fewest turns in flight.
+While seats are kept (``keep_seats``; ``rose.policies.returns`` says when), slots and KV room of trajectories that will soon be back on their engine are not
+for other trajectories, whose turns wait instead; and one that begins needs room to grow, as much as a usual one has.
+
+By the ``paper`` rule engines are not left for others, no seats are kept, new ones have all their slots at once, and the first has the fewest turns in flight.
 
 A decision looks at a few engines, however many there are: the ready ones with an open slot are kept in that order, by kind
 and version, with bounds of their KV room. A turn that comes or goes changes an engine's load alone, and moves it within its order.
@@ -22,12 +25,12 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator
-from collections.abc import Set as AbstractSet
 
 import attrs
 
 from rose.policies.migration import gain_s, is_crowded
-from rose.policies.ordered import OrderedRoom, Sizes
+from rose.policies.ordered import Sizes
+from rose.policies.route_groups import Group, Place, first_of, has_hope
 from rose.policies.route_views import (
     Assign,
     Circuit,
@@ -72,28 +75,6 @@ _OUT = frozenset({EngineState.DRAINING, EngineState.FENCED, EngineState.LOST})
 
 _ANY_SIZE: Sizes = (math.inf, math.inf)
 
-Place = tuple[bool, float, int, float, EngineId]
-"""An open engine's place among those of its kind: no slot that is not expected to be asked for, seconds until its trajectories would have made one token more than they are expected
-to, turns in flight, KV use, id."""
-
-
-@attrs.define(eq=False)
-class _Group:
-    """The ready engines of one kind at one weight version: those with an open slot, and why the others have none."""
-
-    siblings: dict[WeightVersion | None, _Group]
-    version: WeightVersion | None
-    open: OrderedRoom[Place] = attrs.field(factory=OrderedRoom)
-    num_full: int = 0
-    num_shut: int = 0
-
-    def is_empty(self) -> bool:
-        return not (len(self.open) or self.num_full or self.num_shut)
-
-    def first_besides(self, avoid: AbstractSet[EngineId], asked: Sizes) -> Place | None:
-        """Return the first engine with room that is not avoided."""
-        return next((place for place in self.open.fitting(asked) if place[-1] not in avoid), None)
-
 
 @attrs.define(eq=False)
 class _Engine:
@@ -111,12 +92,12 @@ class _Engine:
     view: EngineView
     load: EngineLoad
     cap: int
-    group: _Group | None = None
+    group: Group | None = None
     place: Place | None = None
     is_shut: bool = False
 
 
-_Kinds = tuple[list[_Group], list[_Group]]
+_Kinds = tuple[list[Group], list[Group]]
 """Dedicated groups and borrowed groups."""
 
 _MOST_ASKED = 256
@@ -134,13 +115,15 @@ class RoutingIndex:
         self._run: str | None = None
         self._config = config
         self._is_by_value = config.rule is RoutingRule.VALUE
+        self._keeps_seats = False
+        self._newcomer_tokens = 0.0
         self._engines: dict[EngineId, _Engine] = {}
-        self._dedicated: dict[WeightVersion | None, _Group] = {}
-        self._borrowed: dict[WeightVersion | None, _Group] = {}
-        self._slow: dict[WeightVersion | None, _Group] = {}
+        self._dedicated: dict[WeightVersion | None, Group] = {}
+        self._borrowed: dict[WeightVersion | None, Group] = {}
+        self._slow: dict[WeightVersion | None, Group] = {}
         self._versions: Counter[WeightVersion | None] = Counter()
         self._num_open = 0
-        self._asked: dict[VersionConstraint, tuple[list[_Group], ...]] = {}
+        self._asked: dict[VersionConstraint, tuple[list[Group], ...]] = {}
 
     @property
     def run(self) -> str | None:
@@ -151,6 +134,32 @@ class RoutingIndex:
     def run(self, run: str | None) -> None:
         self._run = run
         self._asked.clear()
+
+    @property
+    def keeps_seats(self) -> bool:
+        """Whether slots and KV room are kept for trajectories that are expected back."""
+        return self._keeps_seats
+
+    @property
+    def newcomer_tokens(self) -> float:
+        """KV room that a trajectory is to find where it begins, in tokens; 0 while no seats are kept."""
+        return self._newcomer_tokens
+
+    def keep_seats(self, newcomer_tokens: float | None) -> None:
+        """Keep slots and KV room for the trajectories that are expected back on their engines, or no longer do so.
+
+        Args:
+            newcomer_tokens: KV room that a trajectory is to find where it begins, since it will grow; ``None``: nothing is kept.
+        """
+        keeps = newcomer_tokens is not None and self._is_by_value
+        self._newcomer_tokens = newcomer_tokens if keeps and newcomer_tokens is not None else 0.0
+        if self._keeps_seats is not keeps:
+            self._keeps_seats = keeps
+            for engine in self._engines.values():
+                if engine.group is not None:
+                    self._take_out(engine, engine.group)
+                    engine.cap = self._cap(engine.view)
+                    self._settle(engine, engine.group, self._place(engine))
 
     def put(self, view: EngineView) -> None:
         """Add an engine or replace what is known of it."""
@@ -187,7 +196,12 @@ class RoutingIndex:
             self._take_out(engine, group)
             self._settle(engine, group, new)
             return
-        group.open.move(old, new, _kv_room(engine.view, load))
+        room, to = group.room_of(old), group.room_of(new)
+        if room is to:
+            room.move(old, new, self._free_room(engine.view, load))
+        else:
+            room.remove(old)
+            to.add(new, self._free_room(engine.view, load))
         engine.place = new
 
     def drop(self, engine_id: EngineId) -> None:
@@ -207,7 +221,7 @@ class RoutingIndex:
         version, groups = engine.view.version, self._groups(engine.view)
         group = groups.get(version)
         if group is None:
-            group = groups[version] = _Group(groups, version)
+            group = groups[version] = Group(groups, version)
             self._asked.clear()
         engine.group = group
         self._settle(engine, group, self._place(engine))
@@ -223,11 +237,11 @@ class RoutingIndex:
             del group.siblings[group.version]
             self._asked.clear()
 
-    def _settle(self, engine: _Engine, group: _Group, place: Place | None) -> None:
+    def _settle(self, engine: _Engine, group: Group, place: Place | None) -> None:
         """Put an engine of a group among those that are open, full or shut."""
         engine.place = place
         if place is not None:
-            group.open.add(place, _kv_room(engine.view, engine.load))
+            group.room_of(place).add(place, self._free_room(engine.view, engine.load))
             self._num_open += 1
             return
         engine.is_shut = engine.view.circuit is not Circuit.CLOSED
@@ -236,17 +250,17 @@ class RoutingIndex:
         else:
             group.num_full += 1
 
-    def _take_out(self, engine: _Engine, group: _Group) -> None:
+    def _take_out(self, engine: _Engine, group: Group) -> None:
         """Undo ``_settle``."""
         if engine.place is not None:
-            group.open.remove(engine.place)
+            group.room_of(engine.place).remove(engine.place)
             self._num_open -= 1
         elif engine.is_shut:
             group.num_shut -= 1
         else:
             group.num_full -= 1
 
-    def _groups(self, view: EngineView) -> dict[WeightVersion | None, _Group]:
+    def _groups(self, view: EngineView) -> dict[WeightVersion | None, Group]:
         if view.kind is EngineKind.DEDICATED:
             return self._dedicated
         return self._slow if view.is_slow else self._borrowed
@@ -272,32 +286,36 @@ class RoutingIndex:
 
         Returns:
             Two numbers of tokens, infinite when there is no limit, minus infinite when no engine is open. ``choose`` finds an
-            engine if and only if a turn's prompt and new tokens together are at most the first, or its prompt at most the second.
+            engine if and only if a turn's prompt and new tokens together are at most the first, or its prompt at most the second;
+            while seats are kept, also where its trajectory is, in what is kept there.
         """
         dedicated, borrowed = self._admissible(versions, is_dedicated_only=is_dedicated_only, is_new=is_new)
-        largest = [group.open.largest() for group in (*dedicated, *borrowed)]
-        return (
-            max((first for first, _ in largest), default=-math.inf),
-            max((second for _, second in largest), default=-math.inf),
-        )
+        lists = [room for group in (*dedicated, *borrowed) for room in group.lists(is_seated_too=not self._keeps_seats)]
+        largest = [room.largest() for room in lists]
+        most = max((first for first, _ in largest), default=-math.inf)
+        if is_new and most < self._newcomer_tokens:
+            most = -math.inf
+        return most, max((second for _, second in largest), default=-math.inf)
 
     def choose(self, turn: TurnView) -> Assign | Wait:
         """Decide where ``turn`` goes now."""
         affinity, num_prompt_tokens = turn.affinity, turn.num_prompt_tokens
-        asked = (num_prompt_tokens + turn.num_new_tokens, num_prompt_tokens)
+        asked: Sizes = (num_prompt_tokens + turn.num_new_tokens, num_prompt_tokens)
         kinds = dedicated, borrowed = self._admissible(
             turn.versions, is_dedicated_only=turn.is_dedicated_only, is_new=affinity is None
         )
         if affinity is not None and affinity not in turn.avoid:
             here = self._engines.get(affinity)
-            if here is not None and _can_take(here, asked, kinds):
+            if here is not None and self._can_take(here, asked, kinds, is_at_home=True):
                 return self._stay_or_go(here, turn, asked, kinds)
+        elif affinity is None and asked[0] < self._newcomer_tokens:
+            asked = (self._newcomer_tokens, num_prompt_tokens)
         for groups in kinds:
-            place = _first(groups, asked, turn.avoid)
+            place = first_of(groups, asked, turn.avoid, is_seated_too=not self._keeps_seats)
             if place is not None:
                 return self._assign(self._engines[place[-1]], turn)
         avoided = [engine for engine_id in turn.avoid if (engine := self._engines.get(engine_id)) is not None]
-        takers = [engine for engine in avoided if _can_take(engine, asked, kinds)]
+        takers = [engine for engine in avoided if self._can_take(engine, asked, kinds)]
         if takers:
             return self._assign(min(takers, key=lambda engine: _rank_avoided(engine, turn)), turn)
         return Wait(self._obstacle(turn, (*dedicated, *borrowed)))
@@ -308,10 +326,12 @@ class RoutingIndex:
         if self._is_by_value and turn.moved_by is None:
             most_s, best = 0.0, None
             for groups in kinds:
-                place = _first(groups, asked, turn.avoid)
-                if place is None or place == here.place or place[0]:  # every slot is expected to be asked for
+                place = first_of(groups, asked, turn.avoid, is_seated_too=False)
+                if place is None:
                     continue
                 there = self._engines[place[-1]]
+                if there.view.kind is here.view.kind and here.place is not None and here.place <= place:
+                    continue  # it is the first of its kind itself
                 if here.load.pace_s is None:
                     if here.view.kind is there.view.kind and is_crowded(config, here.load, there.load):
                         return Assign(place[-1], RouteReason.REBALANCED)
@@ -330,11 +350,13 @@ class RoutingIndex:
         is_own = view.kind is EngineKind.DEDICATED
         return Assign(view.engine_id, RouteReason.DEDICATED if is_own else RouteReason.BORROWED)
 
-    def _obstacle(self, turn: TurnView, groups: tuple[_Group, ...]) -> WaitReason:
+    def _obstacle(self, turn: TurnView, groups: tuple[Group, ...]) -> WaitReason:
         """Return what keeps a turn from all engines; ``groups``: those of admissible ones."""
-        if any(len(group.open) for group in groups):
+        home = None if turn.affinity is None or turn.affinity in turn.avoid else self._engines.get(turn.affinity)
+        has_home = home is not None and home.place is not None and home.group in groups
+        if has_home or any(len(room) for group in groups for room in group.lists(is_seated_too=not self._keeps_seats)):
             return WaitReason.KV
-        if any(group.num_full for group in groups):
+        if any(group.num_full or len(group.seated) for group in groups):
             return WaitReason.SLOTS
         if groups:
             return WaitReason.CIRCUIT
@@ -352,16 +374,33 @@ class RoutingIndex:
         dedicated, borrowed, slow = found
         if is_dedicated_only:
             return dedicated, []
-        if slow and not (is_new and _has_hope(dedicated)):
+        if slow and not (is_new and has_hope(dedicated)):
             return dedicated, borrowed + slow
         return dedicated, borrowed
 
-    def _with_version(self, groups: dict[WeightVersion | None, _Group], versions: VersionConstraint) -> list[_Group]:
+    def _with_version(self, groups: dict[WeightVersion | None, Group], versions: VersionConstraint) -> list[Group]:
         return [group for version, group in groups.items() if is_admissible(versions, version, self.run)]
+
+    def _free_room(self, view: EngineView, load: EngineLoad) -> Sizes:
+        """Return the room that an engine has for trajectories of others; see ``_kv_room``."""
+        if not (self._keeps_seats and load.kv_seat_tokens):
+            return _kv_room(view, load)
+        total = view.kv_total_tokens
+        return _ANY_SIZE if total is None else (total - load.kv_reserved_tokens - load.kv_seat_tokens, -math.inf)
+
+    def _can_take(self, engine: _Engine, asked: Sizes, kinds: _Kinds, *, is_at_home: bool = False) -> bool:
+        """Tell whether a single engine takes a turn for which these groups are admissible; where its trajectory is, of what is kept too."""
+        place = engine.place
+        if place is None or (engine.group not in kinds[0] and engine.group not in kinds[1]):
+            return False
+        if place[0] and self._keeps_seats and not is_at_home:
+            return False
+        room = (_kv_room if is_at_home else self._free_room)(engine.view, engine.load)
+        return room[0] >= asked[0] or room[1] >= asked[1]
 
     def _cap(self, view: EngineView) -> int:
         """Return how many turns an engine may have in flight."""
-        if view.circuit is Circuit.OPEN:
+        if view.circuit is Circuit.OPEN or (view.is_kept_free and not self._keeps_seats):
             return 0
         cap, slots = self._config.cap_per_engine, view.num_slots
         if view.num_shown is not None and self._is_by_value:
@@ -376,7 +415,7 @@ class RoutingIndex:
             return None
         if not self._is_by_value:
             return (False, 0.0, num_in_flight, view.kv_used_fraction, view.engine_id)
-        pace_s, is_full = load.pace_s, num_in_flight + load.num_seats >= cap
+        pace_s, is_full = load.pace_s, num_in_flight + load.num_seats >= cap or view.is_kept_free
         ends_s = 0.0 if pace_s is None else pace_s * (load.most_left_tokens + 1)
         return (is_full, ends_s, num_in_flight, view.kv_used_fraction, view.engine_id)
 
@@ -391,32 +430,9 @@ def _is_same_group(one: EngineView, other: EngineView) -> bool:
     )
 
 
-def _can_take(engine: _Engine, asked: Sizes, kinds: _Kinds) -> bool:
-    """Tell whether a single engine takes a turn for which these groups are admissible."""
-    if engine.place is None or (engine.group not in kinds[0] and engine.group not in kinds[1]):
-        return False
-    room = _kv_room(engine.view, engine.load)
-    return room[0] >= asked[0] or room[1] >= asked[1]
-
-
 def _rank_avoided(engine: _Engine, turn: TurnView) -> tuple[bool, bool, Place | None]:
     view = engine.view
     return view.engine_id != turn.affinity, view.kind is EngineKind.BORROWED, engine.place
-
-
-def _first(groups: list[_Group], asked: Sizes, avoid: AbstractSet[EngineId]) -> Place | None:
-    """Return the place of the first engine of several groups with room for a turn."""
-    best = None
-    for group in groups:
-        place = group.first_besides(avoid, asked) if avoid else group.open.first(asked)
-        if place is not None and (best is None or place < best):
-            best = place
-    return best
-
-
-def _has_hope(groups: list[_Group]) -> bool:
-    """Tell whether an engine of these takes turns, or will once those end that it has: not all have failed."""
-    return any(len(group.open) or group.num_full for group in groups)
 
 
 def _kv_room(view: EngineView, load: EngineLoad) -> Sizes:

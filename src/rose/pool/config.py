@@ -51,7 +51,7 @@ class PoolConfig:
         group_drop_s: How long a dropped group stays dropped; then one turn of it is tried again.
         no_engine_timeout_s: A turn fails when no engine took turns for this long while it waited; ``None``: it waits for ever.
         starve_s: A turn that waited this long for KV memory, while smaller ones passed it, gets an engine that takes no others until
-            it has room.
+            it has room; those of trajectories that it has only if that takes six times as long.
         resume_after_abort: What becomes of a turn that an engine aborted by itself.
         busy_s: How long a busy or evicting engine is left alone at first; doubles up to ``busy_max_s`` while it repeats.
         busy_max_s: The longest of these pauses.

@@ -83,9 +83,9 @@ class PoolDemand:
     def _num_slots(self, view: EngineView, *, is_full: bool) -> int:
         """Return how many turns an engine can take.
 
-        While turns wait it is what it holds: memory may be short before slots are. One that just joined has more to come.
+        While turns wait it is what it holds, for trajectories that will be back too: memory may be short before slots are. One that just joined has more to come.
         """
         if is_full and view.num_shown is None:
-            return view.num_in_flight
+            return view.num_in_flight + view.num_seats
         cap = self._pool.config.routing.cap_per_engine
         return cap if view.num_slots is None else min(cap, view.num_slots)

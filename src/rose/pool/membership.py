@@ -24,10 +24,12 @@ from rose.errors import EngineLostError
 from rose.interfaces import ServingEngine
 from rose.policies.concurrency import KvReading, SlotLimit
 from rose.policies.pace import PaceModel
+from rose.policies.returns import ReturnModel
 from rose.policies.routing import Circuit, EngineLoad, EngineState, EngineView, RoutingIndex
 from rose.pool.circuit import CircuitBreaker
 from rose.pool.config import PoolConfig
 from rose.pool.turns import Attempt
+from rose.pool.waiting import Known
 from rose.types import EngineId, EngineKind, EngineSnapshot, HopEnd, LeaseId, RouteReason, WeightVersion
 
 _MAX_LOANS = 512
@@ -89,12 +91,13 @@ class Member:
         kv_used_fraction: How much of its KV memory was in use when it was read.
         left_tokens: What the trajectory of each held attempt and of each seat is expected to make yet, the least first.
         num_waiting_prompt_tokens: Prompt tokens of held attempts that show no token yet, without prefixes that were here.
-        seats: Trajectories whose last turn ended here and whose next one is expected, in the order of those times.
+        seats: Trajectories whose last turn ended here and whose next one is expected, in the order in which they were given.
         lease_ends_s: When its lease ends unless it is renewed; ``None`` when the pool was not told.
         num_shown: Turns that it has shown a token of since it joined; enough from the start for one that joined before the pool had any,
             when holding back would only send the first trajectories to worse engines.
         slots: How many turns it may have in flight, as its KV memory tells.
-        is_kept_free: It takes no turn for the moment, so that a large one will find room on it.
+        is_kept_free: See ``EngineView``.
+        is_emptied: It takes no turn at all meanwhile.
         why: What brought it into its state.
     """
 
@@ -122,6 +125,7 @@ class Member:
     joined_s: float = 0.0
     lease_ends_s: float | None = None
     is_kept_free: bool = False
+    is_emptied: bool = False
     why: str = ""
     engine_id: EngineId = attrs.field(init=False)
     _num_tokens_read: int = 0
@@ -182,6 +186,7 @@ class Membership:
         version: The latest version that an engine acknowledged to this pool (or brought along as the first), or ``None``.
         has_synced: An engine acknowledged an activation to this pool.
         pace: How long tokens take where.
+        returns: Whether trajectories come back with a next turn.
         ended_loans_s: How long borrowed engines were here that left or were lost, the last few hundred.
         num_own_serving: Dedicated engines that take turns, now or after the activation that they are in.
         num_lent_serving: Borrowed ones.
@@ -200,6 +205,7 @@ class Membership:
         self._freed: list[Member] = []
         self._has_made_tokens = False
         self.pace = PaceModel(config.routing.pace)
+        self.returns = ReturnModel()
         self._context_tokens: int | None = None
         self._is_context_known = True
 
@@ -284,7 +290,9 @@ class Membership:
         if member.reading is None or member.reading.max_context_tokens != reading.max_context_tokens:
             self._is_context_known = False
         member.note_reading(reading, now_s)
+        self.pace.now_s = now_s
         self.refresh(member)
+        self._keep_seats()
 
     def acknowledge(self, member: Member, version: WeightVersion) -> None:
         """Note that the engine holds ``version``; the pool's own version and run follow and never go back within a run."""
@@ -297,11 +305,13 @@ class Membership:
     def refresh(self, member: Member) -> None:
         """Bring the routing index up to date with a member that changed."""
         if self.members.get(member.engine_id) is member:
+            self._forget_absent(member)
             self.index.put(self.view(member))
 
     def _refresh_load(self, member: Member) -> None:
         """Do the same where nothing but the member's load changed."""
         if self.members.get(member.engine_id) is member:
+            self._forget_absent(member)
             self.index.put_load(member.engine_id, self._load(member))
 
     def view(self, member: Member) -> EngineView:
@@ -313,7 +323,8 @@ class Membership:
             state=member.state,
             version=member.version,
             circuit=member.circuit.state,
-            num_slots=0 if member.is_kept_free else member.slots.num_slots,
+            num_slots=0 if member.is_emptied else member.slots.num_slots,
+            is_kept_free=member.is_kept_free,
             kv_total_tokens=None if reading is None else reading.kv_total_tokens,
             kv_used_fraction=member.kv_used_fraction,
             num_shown=member.num_shown if member.is_new else None,
@@ -324,7 +335,6 @@ class Membership:
         num_probing, pace_s, slope_s, slowdown, idle_s = 0, None, 0.0, 1.0, 0.0
         if member.circuit.state is Circuit.HALF_OPEN:
             num_probing = sum(attempt.is_open and attempt.num_tokens == 0 for attempt in member.held.values())
-        num_seats = self._num_seats(member) if member.seats else 0
         estimate = self.pace.estimate(member.engine_id, member.kind, member.load_tokens + member.seat_tokens)
         if estimate is not None:
             pace_s, slope_s, slowdown, idle_s = estimate
@@ -335,7 +345,8 @@ class Membership:
             member.kv_reserved_tokens,
             member.num_waiting_prompt_tokens,
             left_tokens[-1] if left_tokens else 0.0,
-            num_seats,
+            len(member.seats),
+            member.seat_tokens,
             pace_s,
             slope_s,
             idle_s,
@@ -343,12 +354,12 @@ class Membership:
             slowdown > self._config.routing.max_slowdown,
         )
 
-    def _num_seats(self, member: Member) -> int:
-        """Count the trajectories that will soon be back, and forget those that did not come."""
+    def _forget_absent(self, member: Member) -> None:
+        """Expect those no more that did not come back in time."""
         seats, now_s = member.seats, self.pace.now_s
         while seats and seats[first := next(iter(seats))].expected_s <= now_s:
             member.free_seat(first)
-        return len(seats)
+            self.returns.observe_absence()
 
     def keep_seat(
         self, engine_id: EngineId, trajectory_id: str, now_s: float, *, num_context_tokens: int, left_tokens: float
@@ -356,16 +367,27 @@ class Membership:
         """Expect a trajectory back whose turn ended."""
         member = self.members.get(engine_id)
         if member is not None:
-            member.keep_seat(trajectory_id, Seat(now_s + self.pace.seat_s, num_context_tokens, left_tokens))
+            member.keep_seat(trajectory_id, Seat(now_s + self.returns.seat_s, num_context_tokens, left_tokens))
             self._refresh_load(member)
 
-    def take_seat(self, engine_id: EngineId | None, trajectory_id: str, now_s: float) -> None:
-        """Note that a trajectory is back with its next turn."""
-        member = self.members.get(engine_id) if engine_id is not None else None
+    def take_seat(self, trajectory_id: str, known: Known, now_s: float) -> bool:
+        """Note that a trajectory is back with its next turn; returns whether it was expected."""
+        engine_id = known.last_engine
+        if engine_id is None:
+            return False
+        member = self.members.get(engine_id)
         seat = None if member is None else member.free_seat(trajectory_id)
+        self.returns.observe(
+            now_s - known.ended_s, known.num_context_tokens, self.pace.prefill_s, is_expected=seat is not None
+        )
         if member is not None and seat is not None:
-            self.pace.observe_pause(now_s - (seat.expected_s - self.pace.seat_s))
             self._refresh_load(member)
+        self._keep_seats()
+        return seat is not None
+
+    def _keep_seats(self) -> None:
+        returns = self.returns
+        self.index.keep_seats(returns.context_tokens if returns.is_worth_it else None)
 
     def still_stalled(self, stalls: dict[EngineId, float]) -> set[EngineId]:
         """Return the engines of ``stalls`` that made no token since the time given there; the others are deleted from it."""

@@ -1,30 +1,73 @@
-"""Which waiting turn goes next. Sync, without a walk over the queue: one look at the first turn of each line."""
+"""Which waiting turn goes next. Sync, without a walk over the queue: one look at the first turn of each line.
+
+Invariants: a turn that came back to where it was expected goes before all others, once: what is kept there is nobody else's, and it is not kept on. Next
+is the turn that an engine was kept free for. All others go in the order of the queue, each as soon as an engine has room that is not kept for others; the very
+first also into what its own engine keeps.
+"""
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 
 from rose.policies.ordered import Sizes
 from rose.policies.routing import Assign, RoutingIndex, Wait, WaitReason
 from rose.pool.objections import Objections
+from rose.pool.starvation import Starvation
 from rose.pool.turns import TurnRecord
 from rose.pool.waiting import WaitingQueue
+
+Found = tuple[TurnRecord, Assign | Wait]
+"""A turn and its decision, a ``Wait`` where it is to be given up."""
 
 
 class Search:
     """Looks through the queue for turns that need not wait."""
 
-    def __init__(self, waiting: WaitingQueue, index: RoutingIndex, objections: Objections) -> None:
+    def __init__(
+        self, waiting: WaitingQueue, index: RoutingIndex, objections: Objections, starvation: Starvation
+    ) -> None:
         self._waiting = waiting
         self._index = index
         self._objections = objections
+        self._starvation = starvation
+        self._returned: deque[TurnRecord] = deque()
 
-    def next(self) -> tuple[TurnRecord, Assign | Wait] | None:
-        """Return the first turn in the queue that need not wait: one that has an engine, or one whose version is not to be had.
+    def note_returned(self, record: TurnRecord) -> None:
+        """Note that a turn's trajectory was expected where it now wants to go on."""
+        self._returned.append(record)
 
-        Returns:
-            The turn and its decision, a ``Wait`` where it is to be given up; ``None`` when all have to wait.
-        """
+    def next(self) -> Found | None:
+        """Return the next turn that need not wait: one that has an engine, or one whose version is not to be had; ``None``: all have to wait."""
+        found = self._first_returned() or self._starved()
+        if found is None:
+            found = self._first_in_queue()
+        if found is None and (starved := self._starvation.record) is not None and not self._waiting.has(starved):
+            self._starved()  # it found room elsewhere, so its engine is open again
+            found = self._first_in_queue()
+        return found
+
+    def _first_returned(self) -> Found | None:
+        while self._returned:
+            record = self._returned.popleft()
+            if self._index.keeps_seats and self._waiting.has(record):
+                decision = self._index.choose(record.view())
+                if isinstance(decision, Assign):
+                    return record, decision
+        return None
+
+    def _starved(self) -> Found | None:
+        """Return the turn that an engine was kept free for, once it has room."""
+        starved = self._starvation.record
+        if starved is None:
+            return None
+        record = self._starvation.relieve(is_waiting=self._waiting.has(starved))
+        if record is None or not isinstance(decision := self._index.choose(record.view()), Assign):
+            return None
+        return record, decision
+
+    def _first_in_queue(self) -> Found | None:
+        if not (len(self._waiting) and self._index.has_open_engine()):
+            return None
         record = min(self._waiting.heads(), key=_order)
         decision = self._index.choose(record.view())
         if isinstance(decision, Wait):

@@ -86,8 +86,8 @@ class PoolState:
         self._groups = GroupBreaker(config)
         self._objections = Objections(self.engines, self._groups)
         self._outage = Outage(self.engines, config.no_engine_timeout_s)
-        self._search = Search(self._waiting, self.engines.index, self._objections)
         self._starvation = Starvation(self.engines, config.starve_s)
+        self._search = Search(self._waiting, self.engines.index, self._objections, self._starvation)
         self._numbers = itertools.count()
         self._timers = Timers(self._is_timer_needed)
         self._actions: list[Action] = []
@@ -116,7 +116,8 @@ class PoolState:
             waiter=waiter,
             source=source,
         )
-        self.engines.take_seat(record.affinity, turn.trajectory_id, now_s)
+        if self.engines.take_seat(turn.trajectory_id, known, now_s):
+            self._search.note_returned(record)
         self.live[number] = record
         if turn.deadline_s is not None:
             self._timers.set(now_s + turn.deadline_s, TimerKind.DEADLINE, number)
@@ -230,11 +231,12 @@ class PoolState:
         self.engines.pace.now_s = now_s
         if self._outage.look(now_s):
             self._set_outage_timer(self._waiting)
-        self._relieve_starved(now_s)
-        self._route_all(now_s)
-        if (starved := self._starvation.record) is not None and not self._waiting.has(starved):
-            self._relieve_starved(now_s)  # it found room elsewhere, so its engine is open again
-            self._route_all(now_s)
+        while (found := self._search.next()) is not None:
+            record, decision = found
+            if isinstance(decision, Assign):
+                self._assign(record, decision, now_s)
+            else:
+                self._give_up_version(record, now_s)
         if len(self._waiting):
             self._starvation.look(self._waiting.heads(), now_s)
         actions, self._actions = self._actions, []
@@ -269,15 +271,6 @@ class PoolState:
             self._waiting.add(record)
             self._set_outage_timer([record])
 
-    def _relieve_starved(self, now_s: float) -> None:
-        """Route the turn that an engine was kept free for, once it has room."""
-        starved = self._starvation.record
-        if starved is None:
-            return
-        record = self._starvation.relieve(is_waiting=self._waiting.has(starved))
-        if record is not None and isinstance(decision := self.engines.index.choose(record.view()), Assign):
-            self._assign(record, decision, now_s)
-
     def _set_outage_timer(self, records: Iterable[TurnRecord]) -> None:
         if (due_s := self._outage.earliest_due_s(records)) < math.inf:
             self._timers.set(due_s, TimerKind.OUTAGE, None)
@@ -290,23 +283,6 @@ class PoolState:
                 error = failures.no_engine(record, self.engines.members.values(), self._config.no_engine_timeout_s)
                 self._fail_turn(record, error, now_s)
         self._set_outage_timer(self._waiting)
-
-    def _route_all(self, now_s: float) -> None:
-        while len(self._waiting) and self.engines.index.has_open_engine():
-            if not self._route_next(now_s):
-                break
-
-    def _route_next(self, now_s: float) -> bool:
-        """Move the first turn in the queue that need not wait; returns whether there was one."""
-        found = self._search.next()
-        if found is None:
-            return False
-        record, decision = found
-        if isinstance(decision, Assign):
-            self._assign(record, decision, now_s)
-        else:
-            self._give_up_version(record, now_s)
-        return True
 
     def _assign(self, record: TurnRecord, decision: Assign, now_s: float) -> None:
         self._waiting.remove(record)
@@ -432,7 +408,18 @@ class PoolState:
                 num_made_tokens=len(result.token_ids),
                 num_context_tokens=record.num_prompt_tokens,
                 oldest=record.oldest_so_far,
+                ended_s=now_s,
             )
+        if result.finish_reason is not FinishReason.ABORTED:
+            self._keep_seat(record, result, now_s)
+            self._groups.succeed(record.turn.group_id)
+        self.recorder.finished(result, self.engines.version)
+        self._actions.append(SettleTurn(record, result))
+        self._journal.finished(record, result, now_s)
+
+    def _keep_seat(self, record: TurnRecord, result: TurnResult, now_s: float) -> None:
+        """Expect the trajectory of a finished turn back on its engine."""
+        if result.hops:
             known = self._memory.known(record.turn.trajectory_id)
             self.engines.keep_seat(
                 result.hops[-1].engine_id,
@@ -441,11 +428,6 @@ class PoolState:
                 num_context_tokens=known.num_context_tokens,
                 left_tokens=self._left_tokens(known, known.num_context_tokens),
             )
-        if result.finish_reason is not FinishReason.ABORTED:
-            self._groups.succeed(record.turn.group_id)
-        self.recorder.finished(result, self.engines.version)
-        self._actions.append(SettleTurn(record, result))
-        self._journal.finished(record, result, now_s)
 
     def _fail_turn(self, record: TurnRecord, error: RoseError, now_s: float) -> None:
         self.live.pop(record.number, None)

@@ -93,6 +93,7 @@ class Known:
         num_made_tokens: Tokens that those made.
         num_context_tokens: Prompt and answer of the last one, which its engine may have cached.
         oldest: The oldest version that made a token of it.
+        ended_s: When its last turn finished.
         stalls: Engines that stalled it and when; who finds one well again deletes it.
     """
 
@@ -101,6 +102,7 @@ class Known:
     num_made_tokens: int = 0
     num_context_tokens: int = 0
     oldest: WeightVersion | None = None
+    ended_s: float = 0.0
     stalls: dict[EngineId, float] = attrs.field(factory=dict)
 
 
@@ -140,6 +142,7 @@ class TrajectoryMemory:
         num_made_tokens: int = 0,
         num_context_tokens: int = 0,
         oldest: WeightVersion | None = None,
+        ended_s: float = 0.0,
     ) -> None:
         """Remember that a turn of the trajectory finished on ``engine_id``; see ``Known`` for the rest."""
         known = self._remember(trajectory_id)
@@ -147,6 +150,7 @@ class TrajectoryMemory:
         known.num_made_tokens += num_made_tokens
         known.num_context_tokens = num_context_tokens
         known.last_engine = engine_id
+        known.ended_s = ended_s
         known.oldest = older(known.oldest, oldest)
 
     def _remember(self, trajectory_id: str) -> Known:

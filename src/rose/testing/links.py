@@ -10,8 +10,10 @@ receiver slows the sender; after a cut nothing more of that connection arrives.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import socket
 import struct
+import termios
 import threading
 import time
 from collections import deque
@@ -27,8 +29,19 @@ __all__ = ["LinkProxy", "NamespacePair", "why_unavailable"]
 _PIECE_BYTES = 1 << 16
 _MIN_QUEUE_BYTES = 1 << 20
 _BURST_S = 0.01
+_DELIVERY_S = 5.0
 _UNSHAPED_BYTES_PER_S = 1e9
 _RESET = struct.pack("@ii", 1, 0)  # close by a reset, without sending what is left
+
+
+def _await_delivery(sock: socket.socket) -> None:
+    """Wait until the other end has all that was sent, or takes nothing for some seconds."""
+    left, deadline_s = bytearray(4), time.monotonic() + _DELIVERY_S
+    while time.monotonic() < deadline_s:
+        fcntl.ioctl(sock, termios.TIOCOUTQ, left)
+        if not any(left):
+            return
+        time.sleep(_BURST_S / 10)
 
 
 class _Rate:
@@ -139,6 +152,7 @@ class LinkProxy:
         self._max_queue_bytes = max(_MIN_QUEUE_BYTES, int((bytes_per_s or _UNSHAPED_BYTES_PER_S) * delay_s * 2))
         self._lock = threading.Lock()
         self._live: dict[int, tuple[socket.socket, socket.socket, _Pipe, _Pipe]] = {}
+        self._cut: set[int] = set()
         self._num_connections = 0
         self._timers: list[threading.Timer] = []
         self._listener: socket.socket | None = socket.create_server((self.host, 0), backlog=512)
@@ -266,8 +280,8 @@ class LinkProxy:
             left_s = direction.rate.departure_s(len(piece))
             pipe.push(left_s + direction.delay_s, crossing)
             if is_cut:
-                time.sleep(max(left_s + direction.delay_s - time.monotonic(), 0.0) + _BURST_S)
-                self._end(number, is_cut=True)
+                self._cut.add(number)
+                pipe.push(left_s + direction.delay_s, None)
                 return
             time.sleep(max(left_s - time.monotonic(), 0.0))
 
@@ -276,9 +290,11 @@ class LinkProxy:
         try:
             while (piece := pipe.pop()) is not None:
                 sink.sendall(piece)
-        except OSError:
-            pass  # the receiver is gone; the connection ends below
-        self._end(number, is_cut=False)
+            if number in self._cut:  # a reset would throw away what the kernel has not delivered
+                _await_delivery(sink)
+        except (OSError, ValueError):
+            pass  # the receiver is gone, or the connection has ended meanwhile
+        self._end(number, is_cut=number in self._cut)
 
     def _end(self, number: int, *, is_cut: bool) -> None:
         with self._lock:

@@ -226,3 +226,55 @@ def test_a_load_tells_that_an_engine_became_slow():
 def test_an_engine_that_was_not_put_has_no_load():
     with pytest.raises(KeyError, match="x"):
         RoutingIndex(RoutingConfig()).put_load(EngineId("x"), EngineLoad())
+
+
+def kept(*views: EngineView, turn: TurnView = TURN, newcomer_tokens: float = 0.0):
+    index = RoutingIndex(RoutingConfig(cap_per_engine=4))
+    for view in views:
+        index.put(view)
+    before = index.choose(turn)
+    index.keep_seats(newcomer_tokens)
+    decision = index.choose(turn)
+    index.keep_seats(None)
+    assert index.choose(turn) == before
+    return decision
+
+
+def test_kept_slots_are_for_turns_whose_last_one_was_there():
+    views = (engine("a", num_in_flight=2, num_seats=2), borrowed("b", num_in_flight=3, num_seats=1))
+    assert kept(*views) == Wait(WaitReason.SLOTS)
+    assert kept(*views, turn=attrs.evolve(TURN, affinity=EngineId("c"))) == Wait(WaitReason.SLOTS)
+    assert kept(*views, turn=attrs.evolve(TURN, affinity=EngineId("b"))) == Assign(EngineId("b"), RouteReason.AFFINITY)
+    assert kept(*views, borrowed("c", num_in_flight=3)) == Assign(EngineId("c"), RouteReason.BORROWED)
+
+
+def test_kept_kv_room_is_for_turns_whose_last_one_was_there():
+    full = {"num_in_flight": 1, "num_seats": 1, "kv_total_tokens": 1000, "kv_reserved_tokens": 500}
+    view = engine("a", **full, kv_seat_tokens=351)
+    assert kept(view) == Wait(WaitReason.KV)
+    assert kept(engine("a", **full, kv_seat_tokens=350)) == Assign(EngineId("a"), RouteReason.DEDICATED)
+    assert kept(view, turn=attrs.evolve(TURN, affinity=EngineId("a"))) == Assign(EngineId("a"), RouteReason.AFFINITY)
+
+
+def test_an_engine_without_turns_in_flight_is_not_empty_while_it_keeps_room():
+    view = engine("a", num_seats=1, kv_total_tokens=200, kv_seat_tokens=100)
+    assert kept(view) == Wait(WaitReason.KV)
+    assert kept(attrs.evolve(view, num_seats=0, kv_seat_tokens=0)) == Assign(EngineId("a"), RouteReason.DEDICATED)
+
+
+def test_a_trajectory_that_begins_needs_room_to_grow_and_a_later_turn_does_not():
+    view = engine("a", num_in_flight=1, kv_total_tokens=1000, kv_reserved_tokens=500)
+    assert kept(view, newcomer_tokens=500) == Assign(EngineId("a"), RouteReason.DEDICATED)
+    assert kept(view, newcomer_tokens=501) == Wait(WaitReason.KV)
+    later = attrs.evolve(TURN, affinity=EngineId("c"))
+    assert kept(view, newcomer_tokens=501, turn=later) == Assign(EngineId("a"), RouteReason.DEDICATED)
+    assert kept(attrs.evolve(view, num_in_flight=0, kv_reserved_tokens=0), newcomer_tokens=5000) == Assign(
+        EngineId("a"), RouteReason.DEDICATED
+    )
+
+
+def test_an_engine_that_is_kept_free_goes_on_with_its_own_only_while_seats_are_kept():
+    view, own = engine("a", is_kept_free=True), attrs.evolve(TURN, affinity=EngineId("a"))
+    assert choose(view, turn=own) == Wait(WaitReason.SLOTS)
+    assert kept(view, turn=own) == Assign(EngineId("a"), RouteReason.AFFINITY)
+    assert kept(view) == Wait(WaitReason.SLOTS)

@@ -7,6 +7,7 @@ import itertools
 
 import pytest
 
+from rose.policies.pace import PaceConfig
 from rose.pool import PoolConfig, RolloutPool, RoutingConfig, TurnAssigned
 from rose.testing import FakeEngine, ManualClock
 from rose.types import EngineId, EngineKind, RouteReason, Sampling, Turn
@@ -181,3 +182,62 @@ def test_an_engine_that_left_is_forgotten(kind):
     before, after, unknown = run(work)
     assert after == unknown
     assert before is not None
+
+
+def tight(**options) -> PoolConfig:
+    """Return the settings of a pool with two slots an engine, in which prompts cost much to compute."""
+    return PoolConfig(
+        routing=RoutingConfig(cap_per_engine=2, pace=PaceConfig(prefill_share=0.5)), stall_s=60.0, **options
+    )
+
+
+@pytest.mark.parametrize(("pause_s", "is_kept"), [(0.01, True), (3.0, False)])
+def test_who_begins_waits_rather_than_displace_a_trajectory_whose_environment_is_at_work_for_a_moment(pause_s, is_kept):
+    async def work(clock):
+        engines = [engine(clock, name, 0.02) for name in "ab"]
+        async with RolloutPool(engines, clock=clock, config=tight()) as pool:
+            old = [asyncio.ensure_future(take_turns(pool, f"t{i}", 12, pause_s=pause_s)) for i in range(4)]
+            await clock.sleep(2.0 + 3 * pause_s)
+            new = asyncio.ensure_future(take_turns(pool, "new", 12, pause_s=pause_s))
+            await clock.sleep(0.2)
+            has_begun = any(attempt.record.turn.trajectory_id == "new" for attempt in pool._state._open.values())
+            return await asyncio.gather(*old), await new, has_begun
+
+    old, new, has_begun = run(work)
+    assert has_begun is not is_kept
+    assert all(len(visited) == 12 for visited in (*old, new))
+    if is_kept:
+        assert all(len(set(visited)) == 1 for visited in (*old, new))
+
+
+def test_who_waits_for_a_seat_goes_once_its_trajectory_did_not_come_back_although_nothing_else_happens():
+    async def work(clock):
+        own = engine(clock, "own", 0.02)
+        async with RolloutPool([own], clock=clock, config=tight()) as pool:
+            await asyncio.gather(*(take_turns(pool, name, 6, pause_s=0.01) for name in ("x", "y")))
+            began_s = clock.now()
+            await take_turns(pool, "new", 1)
+            return clock.now() - began_s
+
+    assert 0.4 < run(work) < 0.4 + 1.5 + 0.5 + 0.1, "at the first reading after the seat"
+
+
+def test_kv_memory_of_a_trajectory_that_will_be_back_is_its_own():
+    """Two fit, with all that they make; the third would fit beside one of them."""
+
+    async def work(clock):
+        own = FakeEngine(engine_id=EngineId("own"), clock=clock, token_s=0.02, kv_total_tokens=560)
+        async with RolloutPool([own], clock=clock, config=tight()) as pool:
+            old = [asyncio.ensure_future(take_turns(pool, name, 12, pause_s=0.01)) for name in ("x", "y")]
+            await clock.sleep(2.05)
+            new = asyncio.ensure_future(take_turns(pool, "new", 3, pause_s=0.01))
+            waited = []
+            for _ in range(10):
+                await clock.sleep(0.1)
+                waited.append(pool.snapshot().num_waiting)
+            return await asyncio.gather(*old, new), waited, pool.statistics()
+
+    visited, waited, statistics = run(work)
+    assert all(set(engines) == {"own"} for engines in visited)
+    assert set(waited) == {1}
+    assert statistics.reprefilled_tokens == {}

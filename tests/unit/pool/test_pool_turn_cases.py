@@ -17,6 +17,7 @@ from rose.errors import (
     RoseError,
     TurnFailedError,
 )
+from rose.policies.pace import PaceConfig
 from rose.pool import ConcurrencyConfig, EngineState, PoolConfig, RolloutPool, RoutingConfig, TurnFailed, TurnFinished
 from rose.testing import FakeEngine, Fault, FaultKind, ManualClock
 from rose.types import EngineId, FinishReason, HopEnd, Sampling, TokenChunk, Turn
@@ -377,10 +378,36 @@ def test_a_large_turn_is_not_passed_for_ever_by_small_ones():
             await pool.generate(turn("large", max_tokens=80, prompt=(1,) * 10))
             took_s = clock.now() - 0.35
             await asyncio.gather(*stream)
-            assert not any(view.num_slots == 0 for view in pool.snapshot().engines)
+            assert not any(view.is_kept_free for view in pool.snapshot().engines)
             return took_s
 
     assert 5.0 + 8.0 <= run(clock, work) <= 5.0 + 1.2 + 8.0 + 0.5
+
+
+def test_a_large_turn_is_not_passed_for_ever_by_trajectories_that_keep_their_seats():
+    """Its engine is left to them for six times as long first; one that ended in that time would have made room."""
+    clock = ManualClock()
+    only = engine(clock, "a", kv_total_tokens=100, token_s=0.1)
+
+    async def small(pool, name):
+        for n in range(60):
+            await pool.generate(turn(name, group=name, max_tokens=10, prompt=(1, n)))
+
+    async def work():
+        config = PoolConfig(starve_s=2.0, routing=RoutingConfig(pace=PaceConfig(prefill_share=1.0)))
+        async with RolloutPool([only], clock=clock, config=config) as pool:
+            stream = [asyncio.ensure_future(small(pool, f"s{i}")) for i in range(7)]
+            await clock.sleep(5.35)
+            large = asyncio.ensure_future(pool.generate(turn("large", max_tokens=80, prompt=(1,) * 10)))
+            await clock.sleep(10.0)
+            (view,) = pool.snapshot().engines
+            assert (view.is_kept_free, view.num_slots, view.num_in_flight) == (True, 16, 7)
+            await large
+            took_s = clock.now() - 5.35
+            await asyncio.gather(*stream)
+            return took_s
+
+    assert 2.0 + 12.0 + 8.0 <= run(clock, work) <= 2.0 + 12.0 + 1.2 + 8.0 + 1.5
 
 
 def test_an_engine_is_open_again_at_once_when_the_large_turn_finds_room_elsewhere():
@@ -396,9 +423,9 @@ def test_an_engine_is_open_again_at_once_when_the_large_turn_finds_room_elsewher
             await clock.sleep(2.0)
             late = asyncio.ensure_future(pool.generate(turn("late", max_tokens=1, prompt=(1,))))
             await clock.sleep(0.5)
-            assert [view.num_slots for view in pool.snapshot().engines] == [0]
+            assert [view.is_kept_free for view in pool.snapshot().engines] == [True]
             await pool.add_engine(second)
-            assert [view.num_slots for view in pool.snapshot().engines] == [16, 16]
+            assert [view.is_kept_free for view in pool.snapshot().engines] == [False, False]
             await asyncio.gather(large, late, *small)
 
     run(clock, work)

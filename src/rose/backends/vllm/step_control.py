@@ -5,7 +5,7 @@ Settings are the table ``rose`` of vLLM's ``additional_config``; see ``RoseSetti
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, cast
 
 import attrs
@@ -424,16 +424,21 @@ def serving_load(scheduler: Any, bytes_per_token: float, *, is_decode: bool = Fa
         bytes_per_token: KV bytes of a token, modelled.
         is_decode: Prompts are computed elsewhere: those whose KV is on its way do not need the device.
     """
-    running: Iterable[Any] = scheduler.running
-    decoding = [request for request in running if request.num_computed_tokens >= request.num_prompt_tokens]
-    prefilling = [request for request in running if request.num_computed_tokens < request.num_prompt_tokens]
-    waiting = [*scheduler.waiting, *scheduler.kv_holding_waiting, *prefilling]
+    waiting = [*scheduler.waiting, *scheduler.kv_holding_waiting]
+    decoding, decode_context_tokens = [], 0
+    for request in scheduler.running:
+        num_computed_tokens = request.num_computed_tokens
+        if num_computed_tokens >= request.num_prompt_tokens:
+            decoding.append((request.request_id, request.num_output_tokens))
+            decode_context_tokens += num_computed_tokens
+        else:
+            waiting.append(request)
     awaited = [request for request in waiting if _is_kv_awaited(scheduler, request)] if is_decode else []
     return ServingLoad(
-        num_running=len(decoding) + len(prefilling),
+        num_running=len(scheduler.running),
         waiting_ids=tuple(request.request_id for request in waiting),
         awaited_ids=tuple(request.request_id for request in awaited),
-        decoding=[(request.request_id, request.num_output_tokens) for request in decoding],
-        decode_context_tokens=sum(request.num_computed_tokens for request in decoding),
+        decoding=decoding,
+        decode_context_tokens=decode_context_tokens,
         kv_used_bytes=scheduler.num_kv_tokens_used * bytes_per_token,
     )
