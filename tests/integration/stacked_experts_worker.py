@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import sys
 from pathlib import Path
 
 import torch
 from torch import nn
-from torch.distributed import destroy_process_group, init_process_group
+from torch.distributed import barrier, destroy_process_group, init_process_group
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
@@ -55,7 +56,9 @@ def main() -> None:
     torch.optim.SGD(model.parameters(), lr=1.0).step()
     records.append(TrainerRecord.of(trainer))
     Path(task["out"], f"rank-{task['rank']}.pkl").write_bytes(pickle.dumps((records, whole)))
+    barrier()
     destroy_process_group()
+    os._exit(0)  # once in a while gloo's threads end a process by a signal when it leaves by itself
 
 
 if __name__ == "__main__":
