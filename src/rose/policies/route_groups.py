@@ -48,14 +48,16 @@ class Group:
 
     def first(self, asked: Sizes, avoid: AbstractSet[EngineId], *, is_seated_too: bool) -> Place | None:
         """Return the first engine with room that is not avoided."""
-        for room in self.lists(is_seated_too=is_seated_too):
-            if avoid:
-                place = next((place for place in room.fitting(asked) if place[-1] not in avoid), None)
-            else:
-                place = room.first(asked)
-            if place is not None:
-                return place
-        return None
+        place = _first(self.open, asked, avoid)
+        if place is None and is_seated_too and len(self.seated):
+            place = _first(self.seated, asked, avoid)
+        return place
+
+
+def _first(room: OrderedRoom[Place], asked: Sizes, avoid: AbstractSet[EngineId]) -> Place | None:
+    if avoid:
+        return next((place for place in room.fitting(asked) if place[-1] not in avoid), None)
+    return room.first(asked)
 
 
 def first_of(

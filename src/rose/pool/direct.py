@@ -3,8 +3,11 @@
 One WebSocket carries all turns of a client process, as JSON arrays whose first item says what they are. Tokens of prompts do not
 cross. Life cycle of a turn:
 
-1. [CLIENT] ``submit``: its own id for the turn, and what routing needs to know of it.
-2. [POOL] ``start``: an attempt, the engine and its address, the request's id, how many tokens are kept. It ends an earlier attempt.
+0. [POOL] ``session``, once a connection: what the ids of requests begin with that the client makes itself.
+1. [CLIENT] ``submit``: its own id for the turn, and what routing needs to know of it. If it has begun the turn already where the trajectory
+   was last (a head start), it says where.
+2. [POOL] ``start``: an attempt, the engine and its address, the request's id, how many tokens are kept. It ends an earlier attempt. One with
+   the id of the head start takes it over; ``stop`` ends it where no engine was chosen at once.
 3. [CLIENT] streams from the engine; ``report`` brings the tokens, at most every ``REPORT_S``, and at once how the stream ended.
 4. [CLIENT] gives its caller the result as soon as the engine ended the turn, before it reports.
 5. [POOL] moves the turn (again 2), or ``settled``: what the turn came to. Only then the client forgets it.
@@ -15,6 +18,7 @@ Invariants:
 * Reports are cumulative: each says from which token of the turn on it has news, so what is sent twice counts once.
 * A client that connects again says which ``turns`` it has and submits them again. The pool knows them by their ids: it says where they
   are, or what they came to, and cancels the others.
+* The pool chooses as if there were no head starts. Of what one has made nobody hears before the pool has taken it over.
 * What a client says of its own path to an engine does not take that engine from others: a lost connection counts as a failure only.
 """
 
@@ -29,6 +33,7 @@ from rose.backends.remote.wire import chunk_from_wire, chunk_to_wire, version_fr
 from rose.pool.wire import constraint_from_plain, constraint_to_plain, from_plain, other_fields, to_plain
 from rose.types import (
     EngineAddress,
+    EngineId,
     FinishReason,
     Hop,
     RequestId,
@@ -44,7 +49,9 @@ from rose.types import (
 )
 
 SUBMIT, START, REPORT, SETTLED, CANCEL, STOP = "submit", "start", "report", "settled", "cancel", "stop"
-ALIVE, TURNS = "alive", "turns"
+ALIVE, TURNS, SESSION = "alive", "turns", "session"
+AHEAD = -1
+"""The number of an attempt that is a head start."""
 SESSION_HEADER = "X-Rose-Session"
 PATH = "/v1/direct"
 REPORT_S = 0.5
@@ -106,28 +113,33 @@ class Report:
     end: FinishReason | Mapping[str, Any] | None = None
 
 
-def submit_to_wire(turn_id: str, turn: Turn) -> list[Any]:
-    """Return ``submit``: all of a turn that routing and accounts need."""
+def ahead_id(prefix: str, turn_id: str) -> RequestId:
+    """Return the id of the request of a turn's head start; both sides make it, so that a client names no request but its own."""
+    return RequestId(f"{prefix}-{turn_id}")
+
+
+def submit_to_wire(turn_id: str, turn: Turn, ahead_at: EngineId | None = None) -> list[Any]:
+    """Return ``submit``: all of a turn that routing and accounts need, and where it has a head start."""
     given = [(name, getattr(turn, name)) for name in _OTHERS]
     rest = {name: value if type(value) is str else to_plain(value) for name, value in given if value is not None}
     sampling = {name: getattr(turn.sampling, name) for name in _SENT}
-    return [SUBMIT, turn_id, len(turn.prompt_ids), sampling, constraint_to_plain(turn.versions), rest]
+    return [SUBMIT, turn_id, len(turn.prompt_ids), sampling, constraint_to_plain(turn.versions), rest, ahead_at]
 
 
-def submit_from_wire(message: list[Any]) -> tuple[str, Turn]:
-    """Return the client's id and the turn, its prompt unseen.
+def submit_from_wire(message: list[Any]) -> tuple[str, Turn, EngineId | None]:
+    """Return the client's id, the turn, its prompt unseen, and the engine of its head start.
 
     Raises:
         TypeError, ValueError, KeyError: It is none.
     """
-    _, turn_id, num_prompt_tokens, sampling, versions, rest = message
-    if type(turn_id) is not str or type(num_prompt_tokens) is not int:
-        reason = "an id and a number of tokens are needed"
+    _, turn_id, num_prompt_tokens, sampling, versions, rest, ahead_at = message
+    if type(turn_id) is not str or type(num_prompt_tokens) is not int or type(ahead_at) not in {str, type(None)}:
+        reason = "an id, a number of tokens and an engine or nothing are needed"
         raise ValueError(reason)
     unseen: Any = UnseenIds(num_prompt_tokens)
     constraint = constraint_from_plain(versions)
     turn = Turn(prompt_ids=unseen, sampling=Sampling(**sampling), versions=constraint, **other_fields(rest))
-    return turn_id, turn
+    return turn_id, turn, ahead_at
 
 
 def start_to_wire(start: Start) -> list[Any]:

@@ -61,7 +61,7 @@ class Link:
         self._on_down = on_down
         self._reconnect_s = reconnect_s
         self._socket: aiohttp.ClientWebSocketResponse | None = None
-        self._is_open = asyncio.Event()
+        self._opened = asyncio.Event()
         self._closing = asyncio.Event()
         self.num_connections = 0
         self.last_error: RoseError | None = None
@@ -86,9 +86,14 @@ class Link:
                         await self._closing.wait()
                 wait_s = min(_LONGEST_S, 2 * wait_s)
 
+    @property
+    def is_open(self) -> bool:
+        """Whether there is a connection."""
+        return self._opened.is_set()
+
     async def wait_until_open(self) -> None:
         """Return once there is a connection."""
-        await self._is_open.wait()
+        await self._opened.wait()
 
     async def send(self, message: list[Any]) -> None:
         """Send if there is a connection; what is not sent is made up for by ``on_open``."""
@@ -114,7 +119,7 @@ class Link:
                 self._socket = socket
                 self.num_connections += 1
                 await self._on_open()
-                self._is_open.set()
+                self._opened.set()
                 async for frame in socket:
                     self._on_message(json.loads(frame.data))
                 reason = f"the pool closed the connection ({socket.close_code})"
@@ -130,5 +135,5 @@ class Link:
             reason = f"what it says is not understood: {error!r}; is it of the same version?"
         finally:
             self._socket = None
-            self._is_open.clear()
+            self._opened.clear()
         return TransportError(f"the pool at {self._url} cannot be reached ({reason}); is the process alive?")

@@ -24,6 +24,7 @@ from rose.backends.remote.client import HttpClient
 from rose.errors import ConfigError, EngineError, RoseError, TransportError, TurnFailedError
 from rose.interfaces import Transport
 from rose.pool import direct
+from rose.pool.head_starts import HeadStarts
 from rose.pool.membership import EngineAccount
 from rose.pool.pool import PoolSnapshot, check_type
 from rose.pool.remote_doors import Doors
@@ -36,6 +37,7 @@ from rose.types import EngineId, EngineRequest, TokenChunk, Turn, TurnResult, We
 
 _logger = logging.getLogger(__name__)
 _RECONNECT_S = 30.0
+_MAX_TRAJECTORIES = 8192
 
 
 class RemotePool:
@@ -46,13 +48,20 @@ class RemotePool:
         token: The bearer token, if it asks for one.
         timeout_s: How long short calls may take, and how long the first connection.
         reconnect_s: How long a broken connection is tried again before the calls that wait for it fail.
+        has_head_starts: Begin a trajectory's next turn where its last one ran while the pool still decides, see ``rose.pool.head_starts``.
 
     Raises:
         ConfigError: ``url`` is none, or ``token`` can be none.
     """
 
     def __init__(
-        self, url: str, *, token: str | None = None, timeout_s: float = 10.0, reconnect_s: float = _RECONNECT_S
+        self,
+        url: str,
+        *,
+        token: str | None = None,
+        timeout_s: float = 10.0,
+        reconnect_s: float = _RECONNECT_S,
+        has_head_starts: bool = True,
     ) -> None:
         if not url.startswith(("http://", "https://")):
             message = f"{url!r} is no URL of a pool; give http://HOST:PORT, as rose pool prints it"
@@ -70,6 +79,7 @@ class RemotePool:
             on_down=self._fail_all,
             reconnect_s=reconnect_s,
         )
+        self._head_starts = HeadStarts(max_trajectories=_MAX_TRAJECTORIES if has_head_starts else 0)
         self._calls: dict[str, RemoteCall] = {}
         self._unreported: set[RemoteCall] = set()
         self._numbers = itertools.count()
@@ -95,10 +105,12 @@ class RemotePool:
         call = self._calls[turn_id] = RemoteCall.of(turn_id, turn, waiter)
         self._has_calls.set()
         try:
+            ahead_at = await self._begin_ahead(call)
             for delivered in list(self._unreported):  # a trajectory's next turn comes after the report of its last
                 await self._report(delivered)
-            await self._link.send(direct.submit_to_wire(turn_id, turn))
-            engine_wire.PREPARED.prepare(turn.prompt_ids)  # while the pool decides
+            await self._link.send(direct.submit_to_wire(turn_id, turn, ahead_at))
+            if ahead_at is None:
+                engine_wire.PREPARED.prepare(turn.prompt_ids)  # while the pool decides
             return await waiter
         except BaseException as error:
             if isinstance(error, asyncio.CancelledError):
@@ -195,6 +207,9 @@ class RemotePool:
     # What the pool says.
 
     def _hear(self, message: list[Any]) -> None:
+        if message[0] == direct.SESSION:
+            self._head_starts.prefix = message[1]
+            return
         call = self._calls.get(message[1])
         if call is None:
             return
@@ -204,10 +219,16 @@ class RemotePool:
             del self._calls[call.turn_id]
             call.settle(message[2])
         elif message[0] == direct.STOP and call.start is not None and call.start.attempt == message[2]:
-            call.stop()
+            if call.is_ahead:
+                self._head_starts.judge(is_hit=False)
+                call.drop_ahead()
+            else:
+                call.stop()
 
     def _begin(self, call: RemoteCall, start: direct.Start) -> None:
         is_known = call.is_making(start)
+        if call.is_ahead:
+            self._head_starts.judge(is_hit=is_known)
         if call.waiter.done() and not is_known:  # moved, while its result was on the way to the caller
             self._drop(call)
             return
@@ -216,8 +237,19 @@ class RemotePool:
         request = call.begin(start)
         if request is not None:
             call.task = self._spawn(self._stream(call, start, request))
-        else:
-            self._spawn(self._report(call))
+        elif call.end is not None or call.record.token_ids:
+            self._spawn(self._tell(call))
+
+    async def _begin_ahead(self, call: RemoteCall) -> EngineId | None:
+        """Begin a turn before the pool has answered, if that is likely to be right; returns at which engine."""
+        turn = call.record.turn
+        start = self._head_starts.guess(call.turn_id, turn) if self._link.is_open else None
+        request = None if start is None else call.begin(start)
+        if start is None or request is None:
+            return None
+        call.task = self._spawn(self._stream(call, start, request))
+        await asyncio.sleep(0)  # the engine hears of it first
+        return EngineId(start.engine_id)
 
     async def _stream(self, call: RemoteCall, start: direct.Start, request: EngineRequest) -> None:
         """Stream one attempt."""
@@ -233,7 +265,12 @@ class RemotePool:
         except Exception as error:  # noqa: BLE001 - the root of a task: whatever a backend raises ends this attempt only
             _logger.warning("streaming from engine %s failed", start.engine_id, exc_info=error)
             call.fail(EngineError(f"{type(error).__name__}: {error}"))
-        if call.deliver():
+        await self._tell(call)
+
+    async def _tell(self, call: RemoteCall) -> None:
+        """Give the caller the result if it is there, then the pool the news."""
+        if call.deliver() and call.start is not None:
+            self._head_starts.note(call.record.turn.trajectory_id, call.start)
             self._unreported.add(call)
             await asyncio.sleep(0)  # the caller goes first
         await self._report(call)
@@ -258,6 +295,7 @@ class RemotePool:
 
     async def _tell_all(self) -> None:
         """Bring the pool up to date over a new connection."""
+        self._head_starts.prefix = None  # it may be another pool
         calls = list(self._calls.values())
         await self._link.send([direct.TURNS, [call.turn_id for call in calls]])
         for call in calls:

@@ -4,8 +4,9 @@ Invariants:
 
 * A call is delivered once: its result, its error or its cancellation, whichever comes first.
 * What the client keeps of a turn begins with what the pool keeps: ``begin`` drops the rest.
-* A result is given before the pool's word only if that word can be no other: the engine ended the turn itself, and every token is
-  labelled with a version that the turn may have.
+* A result is given before the pool's word only if that word can be no other: the engine ended the turn itself, every token is
+  labelled with a version that the turn may have, and the pool has chosen that engine.
+* Nothing is told, or kept for the caller, of a head start that the pool did not take over.
 """
 
 from __future__ import annotations
@@ -53,6 +54,11 @@ class RemoteCall:
         """Return the call of a new turn."""
         return cls(turn_id, TurnRecord(turn=turn, number=0, order=(0, 0, 0), arrived_s=0.0, queued_s=0.0), waiter)
 
+    @property
+    def is_ahead(self) -> bool:
+        """Whether the attempt is a head start that the pool did not take over yet."""
+        return self.start is not None and self.start.attempt == direct.AHEAD
+
     def is_making(self, start: direct.Start) -> bool:
         """Tell whether an attempt is the one under way: by its request, since numbers begin anew with a pool that was started anew."""
         return self.start is not None and self.start.request_id == start.request_id
@@ -61,16 +67,28 @@ class RemoteCall:
         """Begin an attempt; returns the request, or ``None`` when it is the one under way, of which the pool wants to hear again."""
         self._num_told, self._has_told_end = start.num_kept, False
         if self.is_making(start):
+            self.start = start
             return None
-        record, num = self.record, start.num_kept
-        del record.token_ids[num:], record.logprobs[num:]
-        record.spans[:] = [attrs.evolve(span, end=min(span.end, num)) for span in record.spans if span.start < num]
+        record = self.record
+        self._keep(start.num_kept)
         record.hops[:] = start.hops
         self.start, self.end = start, None
         request = record.next_request(start.request_id)
         if request.sampling.max_tokens == start.max_tokens:
             return request
         return attrs.evolve(request, sampling=attrs.evolve(request.sampling, max_tokens=start.max_tokens))
+
+    def _keep(self, num: int) -> None:
+        record = self.record
+        del record.token_ids[num:], record.logprobs[num:]
+        record.spans[:] = [attrs.evolve(span, end=min(span.end, num)) for span in record.spans if span.start < num]
+        self._is_labelled = self._is_labelled or not num
+
+    def drop_ahead(self) -> None:
+        """End a head start and forget what it made."""
+        self.stop()
+        self._keep(0)
+        self.start = self.end = None
 
     def take(self, chunk: TokenChunk) -> bool:
         """Take a chunk; returns whether the pool must hear of it at once: the stream is over, or should be."""
@@ -98,7 +116,7 @@ class RemoteCall:
         """Give the caller the result if the attempt's end settles the turn beyond doubt; returns whether it did."""
         start = self.start
         is_over = isinstance(self.end, FinishReason) and self.end in {FinishReason.STOP, FinishReason.LENGTH}
-        if start is None or not is_over or not self._is_labelled or self.waiter.done():
+        if start is None or self.is_ahead or not is_over or not self._is_labelled or self.waiter.done():
             return False
         hop = Hop(
             engine_id=EngineId(start.engine_id),
@@ -114,7 +132,7 @@ class RemoteCall:
         """Return a report of what the pool was not told yet, ``None`` when there is nothing."""
         record, start = self.record, self._num_told
         has_end = self.end is not None and not self._has_told_end
-        if self.start is None or (start >= len(record.token_ids) and not has_end):
+        if self.start is None or self.is_ahead or (start >= len(record.token_ids) and not has_end):
             return None
         chunks = chunks_from(record.token_ids, record.logprobs, record.spans, start)
         self._num_told, self._has_told_end = len(record.token_ids), self.end is not None
@@ -141,6 +159,8 @@ class RemoteCall:
 
     def partial(self) -> TurnResult:
         """Return what there is of the turn, as an aborted result."""
+        if self.is_ahead:
+            self.drop_ahead()
         return self.record.result(FinishReason.ABORTED)
 
     def stop(self) -> None:

@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import TYPE_CHECKING, Protocol, cast
 
-from rose.types import TokenChunk, Turn, TurnResult, VersionSpan, WeightVersion
+from rose.types import EngineId, RequestId, TokenChunk, Turn, TurnResult, VersionSpan, WeightVersion
 
 if TYPE_CHECKING:
     from rose.pool.turns import Attempt, TurnRecord
@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 
 class TokenSource(Protocol):
     """Gives the chunks of each attempt of one turn."""
+
+    def begun_at(self, engine_id: EngineId) -> RequestId | None:
+        """Return the id of a request that the source has begun at an engine by itself; asked when an attempt is made there, which takes it over."""
 
     def open(self, attempt: Attempt) -> AsyncIterator[TokenChunk]:
         """Stream an attempt's tokens, with the errors of ``ServingEngine.generate``. Cancelled once the pool gives the attempt up."""
@@ -69,6 +72,9 @@ class _Tee:
     def __init__(self) -> None:
         self.record: TurnRecord | None = None
         self.news = asyncio.Event()
+
+    def begun_at(self, engine_id: EngineId) -> RequestId | None:  # noqa: ARG002 - it begins nothing by itself
+        return None
 
     async def open(self, attempt: Attempt) -> AsyncGenerator[TokenChunk, None]:
         self.record = attempt.record

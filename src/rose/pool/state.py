@@ -290,10 +290,11 @@ class PoolState:
             self._fail_turn(record, error, now_s)
             return
         number = next(self._numbers)
+        begun = None if record.source is None else record.source.begun_at(decision.engine_id)
         attempt = Attempt(
             record=record,
             member=self.engines.members[decision.engine_id],
-            request=record.next_request(RequestId(f"{self._name}-{number}")),
+            request=record.next_request(begun or RequestId(f"{self._name}-{number}")),
             reason=decision.reason,
             number=number,
             last_progress_s=now_s,

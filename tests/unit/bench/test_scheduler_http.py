@@ -278,7 +278,7 @@ def test_every_way_is_measured_and_absent_routers_are_skipped(tmp_path):
 
     found = measure_gateway(settings, lambda text: None)
 
-    assert set(found["gateway"]) == {"direct", "direct-generate", "direct-rose", "rose", "rose-gateway"}
+    assert set(found["gateway"]) == {"direct", "direct-generate", "direct-rose", "rose", "rose asking", "rose-gateway"}
     assert set(found["skipped"]) == {"vllm-router", "smg"}
     for row in found["gateway"].values():
         assert {"turns_per_s", "added_p50_ms", "added_p99_ms"} <= set(row)

@@ -531,7 +531,9 @@ async def _has_more(socket: aiohttp.ClientWebSocketResponse, told: list[Any]) ->
 
 
 async def _connect(session: aiohttp.ClientSession, url: str) -> aiohttp.ClientWebSocketResponse:
-    return await session.ws_connect(url + direct.PATH, headers={direct.SESSION_HEADER: "s"})
+    socket = await session.ws_connect(url + direct.PATH, headers={direct.SESSION_HEADER: "s"})
+    assert (await socket.receive_json())[0] == direct.SESSION
+    return socket
 
 
 def _either(*, is_direct: bool, **options: Any) -> Any:

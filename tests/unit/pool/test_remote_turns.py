@@ -203,6 +203,49 @@ def test_a_pool_that_counts_more_than_came_is_an_error() -> None:
         one.waiter.result()
 
 
+AHEAD = start(direct.AHEAD, versions=AnyVersion())
+
+
+def test_nothing_is_told_or_given_of_a_head_start_before_the_pool_took_it_over() -> None:
+    one = call()
+    assert one.begin(AHEAD) is not None
+    assert one.take(chunk(5, 6, end=FinishReason.STOP))
+    assert not one.deliver()
+    assert one.news() is None
+    assert one.begin(attrs.evolve(start(4), request_id=AHEAD.request_id)) is None
+    assert one.deliver()
+    assert one.waiter.result().token_ids == (5, 6)
+    assert told(one.news()) == (0, [5, 6], FinishReason.STOP)
+
+
+def test_a_head_start_that_the_pool_did_not_want_leaves_nothing() -> None:
+    one, other = call(), call()
+    one.begin(AHEAD)
+    one.take(chunk(5, 6, version=None))
+    request = one.begin(start(4))
+    assert request is not None
+    assert request.prompt_ids == (1, 2)
+    assert one.take(chunk(7, end=FinishReason.STOP))
+    assert one.deliver()
+    assert one.waiter.result().token_ids == (7,)
+    other.begin(AHEAD)
+    other.take(chunk(5, 6))
+    other.drop_ahead()
+    assert other.partial().token_ids == ()
+    assert other.news() is None
+
+
+def test_a_call_that_ends_with_a_head_start_keeps_nothing_of_it() -> None:
+    one = call()
+    one.begin(AHEAD)
+    one.take(chunk(5, 6))
+    one.settle(error_to_plain(TurnFailedError("closed", ())))
+    with pytest.raises(TurnFailedError) as caught:
+        one.waiter.result()
+    assert caught.value.partial is not None
+    assert caught.value.partial.token_ids == ()
+
+
 class _Pool:
     """The pool's half: it takes reports in order, each perhaps lost, and may move the turn at any time."""
 

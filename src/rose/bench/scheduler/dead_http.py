@@ -11,7 +11,7 @@ import attrs
 
 from rose.bench.scheduler.arrivals import Arrivals, run_open_loop
 from rose.bench.scheduler.dead_server import BlackHole
-from rose.bench.scheduler.gateway import GATEWAY, Way, ways_between
+from rose.bench.scheduler.gateway import SAME_POOL, Way, ways_between
 from rose.bench.scheduler.http_engine import COUNT_PATH, Answer
 from rose.bench.scheduler.peers import http_engines
 from rose.bench.scheduler.settings import SchedulerSettings
@@ -45,7 +45,7 @@ async def _measure(
     found = {}
     async with contextlib.AsyncExitStack() as stack:
         ways, _ = await ways_between(stack, settings, urls)
-        for way in (way for way in ways if way.name != GATEWAY):  # its pool is that of the way before, and has learned
+        for way in (way for way in ways if way.name not in SAME_POOL):
             before = await _num_requests(urls[0])
             lost = await _num_lost(way, arrivals)
             sent = await _num_requests(urls[0]) - before

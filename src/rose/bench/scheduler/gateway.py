@@ -27,11 +27,14 @@ from rose.bench.scheduler.routes import CompletionsRoute, GenerateRoute, PoolRou
 from rose.bench.scheduler.settings import SchedulerSettings
 from rose.errors import BackendUnavailableError, EngineError
 from rose.pool import RolloutPool
+from rose.pool.remote_pool import RemotePool
 
 ANSWER = Answer()
 PROCESSES = ((ANSWER, ANSWER), (ANSWER, ANSWER))
 WARM_UP_S = 1.0
-GATEWAY = "rose-gateway"
+GATEWAY, ASKING = "rose-gateway", "rose asking"
+SAME_POOL = (GATEWAY, ASKING)
+"""Ways through the pool of another way, which has learned what that one met."""
 _MS = 1e3
 
 
@@ -118,10 +121,12 @@ async def _through_pool(stack: contextlib.AsyncExitStack, urls: Sequence[str]) -
     """Start a pool; its clients stream from the engines, or send everything through it."""
     started = stack.enter_context(pool_host(urls))
     pool = await stack.enter_async_context(RolloutPool.connect(started.url))
+    asking = await stack.enter_async_context(RemotePool(started.url, has_head_starts=False))
     gateway = CompletionsRoute(started.url)
     stack.push_async_callback(gateway.close)
     return [
         Way(name="rose", route=PoolRoute(pool), baseline="direct-rose", pid=started.pid),
+        Way(name=ASKING, route=PoolRoute(asking), baseline="direct-rose", pid=started.pid),
         Way(name=GATEWAY, route=gateway, baseline="direct", pid=started.pid),
     ]
 

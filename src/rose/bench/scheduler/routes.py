@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import json
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -18,6 +19,8 @@ from rose.pool.remote_pool import RemotePool
 from rose.types import EngineRequest, RequestId, Sampling, Turn
 
 _IDLE_S = 30.0
+TURNS = 8
+"""Turns of a trajectory, where a way knows of trajectories."""
 
 
 class Route(ABC):
@@ -142,18 +145,23 @@ class RemoteRoute(Route):
 
 
 class PoolRoute(Route):
-    """``RolloutPool.connect``: the pool decides, the turn streams from the engine."""
+    """``RolloutPool.connect``: the pool decides, the turn streams from the engine. The turns are those of trajectories of ``TURNS`` each."""
 
     def __init__(self, pool: RemotePool) -> None:
         self._pool = pool
+        self._names = itertools.count()
+        self._at_rest: deque[tuple[str, int]] = deque()
 
     async def run_turn(self, number: int, prompt_ids: tuple[int, ...], max_tokens: int) -> int:
-        """Run a turn."""
+        """Run the next turn of the trajectory that has rested longest, or the first one of another."""
+        name, num_turns = self._at_rest.popleft() if self._at_rest else (f"t{next(self._names)}", 0)
         turn = Turn(
-            trajectory_id=f"t{number}",
+            trajectory_id=name,
             group_id=f"g{number // 16}",
             prompt_ids=prompt_ids,
             sampling=Sampling(max_tokens=max_tokens),
         )
         result = await self._pool.generate(turn)
+        if num_turns + 1 < TURNS:
+            self._at_rest.append((name, num_turns + 1))
         return len(result.token_ids) if len(result.token_ids) == len(result.logprobs) else 0

@@ -7,6 +7,7 @@ Invariants:
 * Time in which nothing was heard of a client is no stall of its engines.
 * An engine is streamed from through the pool only for an attempt that is under way.
 * Tokens follow on each other: a report from further on than what is known is dropped, and asked for again.
+* A client's head start is taken over by the turn's first attempt, at that engine, or stopped at once.
 * A session that is given up while its client is connected has its connection closed, so that the client begins a new one.
 """
 
@@ -16,6 +17,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import uuid
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable
 from typing import Any, Self
@@ -30,7 +32,7 @@ from rose.interfaces import ServingEngine
 from rose.pool import RolloutPool, direct
 from rose.pool.turns import Attempt
 from rose.pool.wire import error_from_plain, error_to_plain
-from rose.types import EngineAddress, FinishReason, RequestId, TokenChunk, Turn
+from rose.types import EngineAddress, EngineId, FinishReason, RequestId, TokenChunk, Turn
 
 _logger = logging.getLogger(__name__)
 _MAX_SETTLED = 4096
@@ -45,13 +47,25 @@ _NONSENSE = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError
 class DirectTurn:
     """One turn of a client: the source of its tokens, fed by the client's reports."""
 
-    def __init__(self, session: Session, turn_id: str) -> None:
+    def __init__(self, session: Session, turn_id: str, ahead_at: EngineId | None) -> None:
         self._session = session
+        self._ahead_at = ahead_at
         self.turn_id = turn_id
         self.attempt: Attempt | None = None
         self.is_ended = False
         self._chunks: asyncio.Queue[TokenChunk | Exception] = asyncio.Queue()
         self._num_heard = 0
+
+    def begun_at(self, engine_id: EngineId) -> RequestId | None:
+        """Return the id of the client's head start if it is there; whatever the answer, no later attempt takes it over."""
+        ahead_at, self._ahead_at = self._ahead_at, None
+        return direct.ahead_id(self._session.prefix, self.turn_id) if ahead_at == engine_id else None
+
+    async def stop_ahead(self) -> None:
+        """Stop the client's head start unless an engine was chosen meanwhile."""
+        if self._ahead_at is not None:
+            self._ahead_at = None
+            await self._session.send([direct.STOP, self.turn_id, direct.AHEAD])
 
     async def open(self, attempt: Attempt) -> AsyncGenerator[TokenChunk, None]:
         """Tell the client to begin, and give what it reports. See ``rose.pool.sources.TokenSource``."""
@@ -133,6 +147,7 @@ class Session:
         self, pool: RolloutPool, attempts: dict[RequestId, Attempt], spawn: Callable[..., asyncio.Task[None]]
     ) -> None:
         self.pool = pool
+        self.prefix = uuid.uuid4().hex
         self.attempts = attempts
         self.turns: dict[str, DirectTurn] = {}
         self.heard_s = self.lost_s = asyncio.get_running_loop().time()
@@ -201,14 +216,16 @@ class Session:
             await self.turns[turn_id].tell()
         else:
             try:
-                turn_id, turn = direct.submit_from_wire(message)
+                turn_id, turn, ahead_at = direct.submit_from_wire(message)
             except _NONSENSE as error:
                 await self._settle(str(turn_id), error_to_plain(RequestRefusedError(f"this is no turn: {error}")))
                 return
-            known = self.turns[turn_id] = DirectTurn(self, turn_id)
+            known = self.turns[turn_id] = DirectTurn(self, turn_id, ahead_at)
             self.num_turns += 1
             task = self._tasks[turn_id] = self._spawn(self._run(turn, known))
             task.add_done_callback(lambda _: self._forget(turn_id))
+            if ahead_at is not None:
+                self._spawn(known.stop_ahead())  # tasks begin in order: the pool has seen the turn by then
 
     async def _run(self, turn: Turn, source: DirectTurn) -> None:
         outcome: Any
@@ -285,6 +302,7 @@ class DirectHost:
         previous, session.socket = session.socket, socket
         if previous is not None:
             await previous.close(code=WSCloseCode.POLICY_VIOLATION, message=b"another connection of this session")
+        await session.send([direct.SESSION, session.prefix])
         try:
             await self._read(session, socket)
         finally:
