@@ -22,10 +22,23 @@ _ROOT = Path(__file__).parents[2]
 PYTHON = Path(os.environ.get("ROSE_SGLANG_PYTHON", str(_ROOT / ".venv-sglang" / "bin" / "python")))
 """An interpreter that can import sglang."""
 
-_FLAGS = (
-    "--device cpu --attention-backend torch_native --sampling-backend pytorch --disable-cuda-graph --skip-server-warmup "
-    "--skip-tokenizer-init --incremental-streaming-output --disable-overlap-schedule --random-seed 0 --log-level info"
-).split()
+_FLAGS = [
+    "--device",
+    "cpu",
+    "--attention-backend",
+    "torch_native",
+    "--sampling-backend",
+    "pytorch",
+    "--disable-cuda-graph",
+    "--skip-server-warmup",
+    "--skip-tokenizer-init",
+    "--incremental-streaming-output",
+    "--disable-overlap-schedule",
+    "--random-seed",
+    "0",
+    "--log-level",
+    "info",
+]
 _STARTS_IN_S = 240.0
 _PLUGIN = """
 def register():
@@ -99,7 +112,9 @@ class Server:
     process: subprocess.Popen[bytes]
     log: Path
 
-    async def stream(self, request_id: str, prompt: Sequence[int], max_tokens: int, **sampling: Any) -> AsyncIterator[Event]:
+    async def stream(
+        self, request_id: str, prompt: Sequence[int], max_tokens: int, **sampling: Any
+    ) -> AsyncIterator[Event]:
         """Answer greedily; an end of the stream without a finish reason is a lost engine."""
         body = {
             "rid": request_id,
@@ -169,8 +184,12 @@ async def sglang_server(
     command = [str(PYTHON), "-m", "sglang.launch_server", "--model-path", str(model), *_FLAGS, *flags]
     command += ["--host", "127.0.0.1", "--port", str(port), "--tp-size", str(ranks)]
     with log.open("wb") as out:
-        process = subprocess.Popen(  # noqa: ASYNC220, S603 - our own command line
-            command, env=_environment(root, settings, ranks), stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+        process = subprocess.Popen(  # noqa: ASYNC220 - our own command line
+            command,
+            env=_environment(root, settings, ranks),
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=10)
     async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 from rose.backends.sglang_server.agreement import Ranks
 from rose.backends.sglang_server.commands import KEY, Commands
+from rose.backends.sglang_server.endings import SglangCalls
 from rose.backends.sglang_server.inputs import InputWatch
 from rose.backends.sglang_server.kv_reserve import held_tokens
 from rose.backends.sglang_server.memory_calls import contained_release, contained_resume
@@ -110,7 +111,11 @@ def _check_target(target: str) -> None:
 
 def _attach(settings: RoseSettings, original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
     """Build SGLang's scheduler, then give it its stepping and its commands."""
-    from sglang.srt.mem_cache.common import evict_from_tree_cache  # noqa: PLC0415 - only inside SGLang
+    from sglang.srt.managers.schedule_batch import FINISH_ABORT  # noqa: PLC0415 - only inside SGLang
+    from sglang.srt.mem_cache.common import (  # noqa: PLC0415 - only inside SGLang
+        evict_from_tree_cache,
+        release_kv_cache,
+    )
     from sglang.srt.runtime_context import get_parallel  # noqa: PLC0415 - only inside SGLang
 
     original(scheduler, *args, **kwargs)
@@ -121,7 +126,7 @@ def _attach(settings: RoseSettings, original: Any, scheduler: Any, *args: Any, *
             scheduler,
             settings,
             ranks=Ranks(get_parallel().tp_group),
-            make_room=evict_from_tree_cache,
+            calls=SglangCalls(abort_reason=FINISH_ABORT, release_kv=release_kv_cache, make_room=evict_from_tree_cache),
             read_inputs=partial(type(receiver)._pull_raw_reqs.__wrapped__, receiver),  # noqa: SLF001 - what we hooked
         )
         _watches[id(receiver)] = stepping.inputs

@@ -8,7 +8,10 @@ Every rank of an engine does this in the same iteration, on the same requests.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
+
+import attrs
 
 EVICTED = "rose:evicted"
 """The message of the ``abort`` under which a request ends whose KV memory was taken back."""
@@ -17,16 +20,31 @@ REFUSED = "rose:refused"
 """The message of the ``abort`` under which a request ends that the device's memory can never hold."""
 
 
-def end_requests(scheduler: Any, reqs: list[Any], message: str | None) -> None:
+@attrs.frozen(kw_only=True)
+class SglangCalls:
+    """What is needed of SGLang's own functions.
+
+    Attributes:
+        abort_reason: Makes the reason of an end from its message.
+        release_kv: ``(req, tree_cache, checkpoint=...)`` frees what a request holds; with a checkpoint it stays cached.
+        make_room: ``(tree_cache, num_tokens)`` drops cached prefixes until so many slots are free.
+    """
+
+    abort_reason: Callable[[str], Any]
+    release_kv: Callable[..., None]
+    make_room: Callable[[Any, int], Any]
+
+
+def end_requests(scheduler: Any, reqs: list[Any], message: str | None, calls: SglangCalls) -> None:
     """End live requests; ``message`` is that of their ``abort``, ``None`` where each has been given its own reason already."""
     for req in reqs:
-        _end(scheduler, req, message)
+        _end(scheduler, req, req.to_finish if message is None else calls.abort_reason(message), calls)
     if reqs:
         scheduler.running_batch.filter_batch()
         scheduler.running_batch.batch_is_full = False
 
 
-def end_aborted(scheduler: Any) -> list[str]:
+def end_aborted(scheduler: Any, calls: SglangCalls) -> list[str]:
     """End requests that a client gave up while no step is made, instead of with the next step.
 
     Returns:
@@ -39,15 +57,11 @@ def end_aborted(scheduler: Any) -> list[str]:
     else:
         ended = []
     given_up = [req for req in scheduler.collect_inflight_reqs() if req.to_finish is not None and not req.finished()]
-    end_requests(scheduler, sorted(given_up, key=lambda req: str(req.rid)), None)
+    end_requests(scheduler, sorted(given_up, key=lambda req: str(req.rid)), None, calls)
     return [*ended, *(req.rid for req in given_up)]
 
 
-def _end(scheduler: Any, req: Any, message: str | None) -> None:
-    from sglang.srt.managers.schedule_batch import FINISH_ABORT  # noqa: PLC0415 - only inside SGLang
-    from sglang.srt.mem_cache.common import release_kv_cache  # noqa: PLC0415 - only inside SGLang
-
-    reason = req.to_finish if message is None else FINISH_ABORT(message)
+def _end(scheduler: Any, req: Any, reason: Any, calls: SglangCalls) -> None:
     is_chunked = req is scheduler.chunked_req
     if not is_chunked and not req.kv.holds_kv:
         scheduler._release_aborted_request(req)  # noqa: SLF001 - what SGLang does with one that never ran
@@ -57,7 +71,7 @@ def _end(scheduler: Any, req: Any, message: str | None) -> None:
     req.to_finish, req.finished_reason = None, reason
     _close_logprobs(req)
     if req.kv.holds_kv:
-        release_kv_cache(req, scheduler.tree_cache, checkpoint=not is_chunked)
+        calls.release_kv(req, scheduler.tree_cache, checkpoint=not is_chunked)
     if is_chunked:
         scheduler.chunked_req = None
     if scheduler._pending_chunked_abort_req is req:  # noqa: SLF001 - as above

@@ -25,7 +25,7 @@ def held_tokens(allocator: Any) -> int:
 class KvReserve:
     """The slots that one scheduler holds back."""
 
-    def __init__(self, scheduler: Any, make_room: Callable[[Any, int], None]) -> None:
+    def __init__(self, scheduler: Any, make_room: Callable[[Any, int], Any]) -> None:
         """Hold nothing yet. ``make_room(tree_cache, num_tokens)`` drops cached prefixes until so many slots are free."""
         self._allocator = scheduler.token_to_kv_pool_allocator
         self._tree_cache = scheduler.tree_cache

@@ -27,7 +27,7 @@ from typing import Any
 import attrs
 
 from rose.backends.sglang_server.agreement import Ranks, Word
-from rose.backends.sglang_server.endings import EVICTED, REFUSED, end_aborted, end_requests
+from rose.backends.sglang_server.endings import EVICTED, REFUSED, SglangCalls, end_aborted, end_requests
 from rose.backends.sglang_server.inputs import InputWatch, is_prompt
 from rose.backends.sglang_server.kv_reserve import KvReserve
 from rose.backends.sglang_server.steps import SglangSteps, longest_tokens, running, waiting
@@ -51,7 +51,7 @@ class Stepping:
         settings: RoseSettings,
         *,
         ranks: Ranks,
-        make_room: Callable[[Any, int], None],
+        calls: SglangCalls,
         read_inputs: Callable[[], list[Any] | None],
     ) -> None:
         """Open the device and the ledger of the settings, on the first rank.
@@ -60,13 +60,14 @@ class Stepping:
             scheduler: SGLang's own.
             settings: The table ``rose``.
             ranks: Those of the engine.
-            make_room: See ``KvReserve``.
+            calls: SGLang's own functions.
             read_inputs: See ``InputWatch``.
         """
         self.scheduler = scheduler
         self.settings = settings
         self.ranks = ranks
-        self.reserve = KvReserve(scheduler, make_room)
+        self._calls = calls
+        self.reserve = KvReserve(scheduler, calls.make_room)
         self.num_evicted = self.num_prompt_tokens = self.num_cached_tokens = 0
         self.is_open = True
         self.is_asleep = False
@@ -221,7 +222,7 @@ class Stepping:
         return [*running(self.scheduler), *waiting(self.scheduler)]
 
     def _end(self, reqs: list[Any], message: str) -> int:
-        end_requests(self.scheduler, reqs, message)
+        end_requests(self.scheduler, reqs, message, self._calls)
         for req in reqs:
             self._admitted_order.pop(req.rid, None)
             self.control.note_aborted(req.rid)
@@ -231,7 +232,7 @@ class Stepping:
         return len(reqs)
 
     def _end_aborted(self) -> None:
-        for request_id in end_aborted(self.scheduler):
+        for request_id in end_aborted(self.scheduler, self._calls):
             self._admitted_order.pop(request_id, None)
 
     def _note_admitted(self, batch: Any) -> None:
@@ -290,6 +291,8 @@ class Stepping:
         elif word.possible_tokens is not None:
             most = min(word.possible_tokens, self.num_kv_tokens)
             self._end([req for req in fresh if longest_tokens(req) > most], REFUSED)
-        budget = word.kv_budget_tokens
-        if budget is not None and budget != self.budget_tokens:
+        if word.kv_budget_tokens is None:
+            return
+        budget = min(word.kv_budget_tokens, self.num_kv_tokens)
+        if budget != self.budget_tokens:
             self.set_kv_budget(budget)

@@ -112,7 +112,8 @@ class SglangSteps(StepView):
     def serving_load(self, scheduler: Any, bytes_per_token: float, *, is_decode: bool) -> ServingLoad:  # noqa: ARG002 - the view's face
         """Return serving's requests as the ledger wants them. Retracted ones wait, and keep the tokens that they have."""
         own = scheduler.scheduler
-        decodes, chunked = decoding(own), own.chunked_req
+        decodes = [req for req in decoding(own) if req.to_finish is None]  # one that was given up has its last step
+        chunked = own.chunked_req
         prompts = [*waiting(own), *([] if chunked is None or chunked.finished() else [chunked])]
         return ServingLoad(
             num_running=len(decodes) + (chunked is not None),
