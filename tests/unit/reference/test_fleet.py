@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from rose.backends.vllm.step_control import read_settings
+from rose.backends.step_settings import read_settings
 from rose.errors import ConfigError, EngineLostError, TransportError
 from rose.policies.admission import Mode
 from rose.reference import fleet as fleet_module

@@ -1,0 +1,1 @@
+"""Rollouts on SGLang servers."""

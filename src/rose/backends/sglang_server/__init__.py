@@ -1,0 +1,1 @@
+"""What runs inside SGLang's processes: hooks on its scheduler, no fork. Loaded through its plug-in entry point."""
