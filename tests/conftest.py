@@ -17,7 +17,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     marked = [item for item in items if item.get_closest_marker("sglang")]
     if not marked or importlib.util.find_spec("aiohttp") is None:
         return
-    from sglang_real import why_no_sglang
+    from sglang_real import why_no_sglang  # noqa: PLC0415 - needs aiohttp
 
     why = why_no_sglang()
     for item in marked if why else ():

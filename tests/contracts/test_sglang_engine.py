@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,12 +11,42 @@ import pytest_asyncio
 
 pytest.importorskip("aiohttp", reason="aiohttp is not installed: pip install 'rose-rl[http]'")
 
+from rose.backends.sglang import LaunchedSglang, SglangEngine
+from rose.interfaces import ServingEngine
+from rose.testing import EngineContract, FakeEngine
+from rose.testing.sglang_server import serve_sglang
+from rose.types import WeightVersion
 from sglang_real import MAX_CONTEXT, VOCAB_SIZE, make_model, make_options
 
-from rose.backends.sglang import LaunchedSglang
-from rose.interfaces import ServingEngine
-from rose.testing import EngineContract
-from rose.types import WeightVersion
+
+class TestSglangEngine(EngineContract):
+    """The fake server, with ROSE's package in it."""
+
+    max_model_len = 4096 - 6
+    quiet_s = 0.02
+    is_incremental = True
+    has_package = True
+
+    async def make_engine(self) -> ServingEngine:
+        self.stack = contextlib.AsyncExitStack()
+        fake = FakeEngine(token_s=0.001, weight_version=WeightVersion("run", 3))
+        url, self.server = await self.stack.enter_async_context(
+            serve_sglang(fake, is_incremental=self.is_incremental, has_package=self.has_package)
+        )
+        engine = SglangEngine(url)
+        self.stack.push_async_callback(engine.close)
+        return engine
+
+    async def release_engine(self, engine: ServingEngine) -> None:
+        await self.stack.aclose()
+        assert self.server.died is None
+
+
+class TestPlainSglangEngine(TestSglangEngine):
+    """Without the package, and with events that repeat everything: how such a server starts without ROSE's options."""
+
+    is_incremental = False
+    has_package = False
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

@@ -8,13 +8,11 @@ Invariants, beyond those of ``rose.interfaces.serving``:
 * Each request has exactly one end here, whatever the server does: an abort that is not answered in ``_ABORT_S`` is finished by a cut.
 * While streams are open the server's scheduler is asked for a sign of life every ``_BEAT_S``; without one for ``timeout_s`` it counts as
   lost, and every stream ends with ``EngineLostError``, also when its process lingers.
-* An activation happens in a pause (keep), so that the label of each event is that of the weights that made its tokens.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
@@ -25,12 +23,11 @@ import attrs
 from rose.backends.openai.client import OpenAiClient
 from rose.backends.sglang.client import SglangClient
 from rose.backends.sglang.control import SglangControl
-from rose.backends.sglang.facts import read_label
 from rose.backends.sglang.loads import combined
 from rose.backends.sglang.outputs import EventReader
 from rose.backends.sglang.requests import fresh_rid, own_stops, refuse_impossible, request_body
 from rose.backends.sglang.streams import Stream
-from rose.backends.sglang.weights import PatientHttp, WeightUpdates, open_updates
+from rose.backends.sglang.updating import ServerWeights
 from rose.backends.vllm.driver import to_the_end
 from rose.clocks import MonotonicClock
 from rose.errors import (
@@ -105,13 +102,8 @@ class SglangEngine(ServingEngine):
         self._labels = {} if version is None else {_UNSET_LABEL: WeightVersion.parse(version)}
         self._clock = clock or MonotonicClock()
         self._lost: str | None = None
-        self._is_fenced = False
         self._is_asleep = False
-        self._version: WeightVersion | None = self._labels.get(_UNSET_LABEL)
         self._streams: dict[RequestId, Stream] = {}
-        self._update_lock = asyncio.Lock()
-        self._updates: tuple[str, WeightUpdates] | None = None
-        self._num_blocking = 0
         self._watch: asyncio.Task[None] | None = None
         self._connect()
 
@@ -119,11 +111,19 @@ class SglangEngine(ServingEngine):
         connections = OpenAiClient(self.url, engine_id=self.engine_id, token=self._token, timeout_s=self._timeout_s)
         self._client = SglangClient(connections)
         self._control = SglangControl(self._client, self.engine_id)
+        self._weights = ServerWeights(
+            self._client,
+            self._control,
+            labels=self._labels,
+            timeout_s=self._update_timeout_s,
+            on_fenced=self._abort_each,
+        )
+        self._weights.hear(_UNSET_LABEL)
 
     @property
     def weight_version(self) -> WeightVersion | None:
         """Return the version of the weights as last heard, ``None`` when they are no published version."""
-        return self._version
+        return self._weights.version
 
     @property
     def is_asleep(self) -> bool:
@@ -215,6 +215,10 @@ class SglangEngine(ServingEngine):
         stream.cut_after(_ABORT_S)
         await self._control.abort(stream.rid)
 
+    async def _abort_each(self) -> None:
+        for stream in list(self._streams.values()):
+            await self._abort(stream)
+
     # Readings
 
     async def snapshot(self) -> EngineSnapshot:
@@ -226,7 +230,7 @@ class SglangEngine(ServingEngine):
         self._check_alive()
         control = self._control
         facts, load, label = await asyncio.gather(control.beat(), control.load(), control.weight_label())
-        self._version = None if self._is_fenced else read_label(label, self._labels)
+        self._weights.hear(label)
         own = [(stream.num_tokens, stream.is_with_scheduler) for stream in self._streams.values()]
         load = combined(load, own, paused=control.paused)
         return EngineSnapshot(
@@ -234,7 +238,7 @@ class SglangEngine(ServingEngine):
             num_waiting=load.num_waiting,
             kv_used_tokens=min(load.kv_used_tokens, facts.kv_total_tokens),
             kv_total_tokens=facts.kv_total_tokens,
-            weight_version=self._version,
+            weight_version=self._weights.version,
             is_paused=control.paused is not None or self._is_asleep,
             read_at_s=self._clock.now(),
             max_context_tokens=facts.max_context_tokens,
@@ -248,7 +252,7 @@ class SglangEngine(ServingEngine):
         """Ask for signs of life while streams are open; end them all when there is none."""
         while self._streams:
             await asyncio.sleep(_BEAT_S)
-            if self._num_blocking:  # the scheduler is busy with what was asked of it
+            if self._weights.is_writing:  # the scheduler is busy with what was asked of it
                 continue
             try:
                 await self._control.beat()
@@ -267,23 +271,21 @@ class SglangEngine(ServingEngine):
     async def pause(self, mode: PauseMode) -> None:
         """Stop making tokens; returns when none is being made."""
         self._check_alive()
+        if self._is_asleep:
+            return
         await self._control.pause(mode)
-        if mode is PauseMode.ABORT:
-            self._abort_all()
-
-    def _abort_all(self) -> None:
-        """End every stream as aborted: those that the scheduler was told of soon, the others now."""
-        for stream in list(self._streams.values()):
+        for stream in list(self._streams.values()) if mode is PauseMode.ABORT else ():
             stream.is_aborted = True
             if stream.is_with_scheduler:
-                stream.cut_after(_ABORT_S)
+                stream.cut_after(_ABORT_S)  # the scheduler was told to end it
             else:
                 stream.cut()
 
     async def resume(self) -> None:
         """Go on after ``pause``; a no-op when not paused."""
         self._check_alive()
-        await self._control.resume()
+        if not self._is_asleep:
+            await self._control.resume()
 
     # Weights
 
@@ -294,77 +296,34 @@ class SglangEngine(ServingEngine):
             EngineUnsupportedError: ROSE's package is not installed in the server.
             CorruptUpdateError: Also when an audit of the live weights finds them damaged; the engine is then fenced.
         """
-        async with self._update_lock:
+        async with self._weights.lock:
             self._check_awake()
-            updates = await self._known_updates()
-            try:
-                await updates.stage(update)
-            except RoseError:
-                await self._learn_state(updates)
-                raise
+            await self._weights.stage(update)
 
     async def activate(self) -> Activation:
         """Make the staged update current, in a pause that keeps requests. A cancelled caller waits until the weights are one version again."""
-        async with self._update_lock:
+        async with self._weights.lock:
             self._check_awake()
-            return await to_the_end(self._activate(await self._known_updates()))
-
-    async def _activate(self, updates: WeightUpdates) -> Activation:
-        was_paused = self._control.paused is not None
-        paused_at_s = time.perf_counter()
-        self._num_blocking += 1
-        try:
-            if not was_paused:
-                await self._control.pause(PauseMode.KEEP)
-            activation = await updates.activate()
-        except RoseError:
-            await self._learn_state(updates)
-            raise
-        else:
-            self._version, self._is_fenced = activation.version, False
-        finally:
-            self._num_blocking -= 1
-            if not was_paused and self._lost is None:
-                await self._control.resume()
-        return attrs.evolve(activation, pause_s=time.perf_counter() - paused_at_s)
-
-    async def _known_updates(self) -> WeightUpdates:
-        """Return what carries updates, begun with for this start of the server."""
-        facts = await self._control.beat()
-        if self._updates is None or self._updates[0] != facts.start:
-            updates = open_updates(PatientHttp(self._client, self._update_timeout_s), facts.num_ranks)
-            known = read_label(await self._control.weight_label(), self._labels)
-            state = await updates.begin(None if known is None else str(known))
-            self._is_fenced, self._version = state.is_fenced, state.version
-            self._updates = (facts.start, updates)
-        return self._updates[1]
-
-    async def _learn_state(self, updates: WeightUpdates) -> None:
-        """Find out whether something that failed has left the weights unknown."""
-        with contextlib.suppress(RoseError):
-            if (await updates.state()).is_fenced and not self._is_fenced:
-                self._is_fenced, self._version = True, None
-                for stream in list(self._streams.values()):
-                    await self._abort(stream)
+            return await to_the_end(self._weights.activate())
 
     async def target_layout(self) -> TargetLayout:
         """Return what each rank holds, for a publisher that should cut its cells along these boxes."""
-        return await (await self._known_updates()).target_layout()
+        return await (await self._weights.updates()).target_layout()
 
     async def weight_sums(self) -> Mapping[str, Sum]:
         """Return the sum of every checkpoint tensor over all ranks, as the live weights are now (``rose.transfer.sums``)."""
         self._check_awake()
-        return await (await self._known_updates()).weight_sums()
+        return await (await self._weights.updates()).weight_sums()
 
     async def weight_checksums(self) -> Mapping[str, str]:
         """Return checkpoint tensor name -> xxh3_128. See ``SupportsWeightChecksums``."""
         self._check_awake()
-        return await (await self._known_updates()).weight_checksums()
+        return await (await self._weights.updates()).weight_checksums()
 
     async def server_checksums(self) -> Sequence[Mapping[str, str]]:
         """Return SGLang's own digests of the live parameters, fused and cut as they are, one mapping a rank."""
         self._check_awake()
-        return await (await self._known_updates()).server_checksums()
+        return await (await self._weights.updates()).server_checksums()
 
     # What ROSE's package in the server adds
 
@@ -387,7 +346,7 @@ class SglangEngine(ServingEngine):
 
     async def sleep(self, *, keeps_weights: bool = True) -> Slept:
         """Deactivate the engine: its requests end as evicted, its KV memory and weights leave the device. See ``SupportsSleep``."""
-        async with self._update_lock:
+        async with self._weights.lock:
             start_s = time.perf_counter()
             if self._is_asleep:
                 return Slept(num_evicted=0, released_bytes=0, sleep_s=0.0)
@@ -405,16 +364,16 @@ class SglangEngine(ServingEngine):
 
     async def wake(self) -> Woken:
         """Activate the engine again. See ``SupportsSleep``."""
-        async with self._update_lock:
+        async with self._weights.lock:
             start_s = time.perf_counter()
-            answer: Mapping[str, Any] = {"restored_bytes": 0, "is_stale": self._is_fenced}
+            answer: Mapping[str, Any] = {"restored_bytes": 0, "is_stale": self._weights.is_fenced}
             if self._is_asleep:
                 answer = await to_the_end(self._rose("wake"))
                 self._is_asleep = False
-                self._is_fenced = bool(answer["is_stale"])
+                self._weights.is_fenced = bool(answer["is_stale"])
             return Woken(
-                version=None if self._is_fenced else self._version,
-                is_stale=self._is_fenced,
+                version=None if self._weights.is_fenced else self._weights.version,
+                is_stale=self._weights.is_fenced,
                 restored_bytes=int(answer["restored_bytes"]),
                 wake_s=time.perf_counter() - start_s,
             )
@@ -438,7 +397,7 @@ class SglangEngine(ServingEngine):
 
     def _check_serving(self) -> None:
         self._check_awake()
-        if self._is_fenced:
+        if self._weights.is_fenced:
             message = f"engine {self.engine_id} is fenced: its weights are of no known version; send it an anchor"
             raise EngineFencedError(message)
 

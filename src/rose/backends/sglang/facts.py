@@ -88,7 +88,9 @@ def read_facts(info: Mapping[str, Any]) -> ServerFacts:
             rose=rose,
         )
     except (KeyError, TypeError, ValueError) as error:
-        message = f"/server_info is not what SGLang 0.5.23 answers ({error!r}); is it an SGLang server, and of what release?"
+        message = (
+            f"/server_info is not what SGLang 0.5.23 answers ({error!r}); is it an SGLang server, and of what release?"
+        )
         raise EngineError(message) from error
 
 

@@ -24,9 +24,7 @@ def combined(load: ServerLoad, own: Sequence[tuple[int, bool]], *, paused: Pause
         # What was retracted has no KV; what is kept is as it was when the pause began.
         num_running = num_begun if paused is PauseMode.KEEP else 0
         kv_used_tokens = load.kv_used_tokens if paused is PauseMode.KEEP else 0
-        return ServerLoad(
-            num_running=num_running, num_waiting=len(own) - num_running, kv_used_tokens=kv_used_tokens
-        )
+        return ServerLoad(num_running=num_running, num_waiting=len(own) - num_running, kv_used_tokens=kv_used_tokens)
     num_all = max(load.num_running + load.num_waiting, len(own))
     num_running = min(num_all, max(load.num_running, num_begun))
     num_tokens = sum(num_tokens for num_tokens, is_with_scheduler in own if is_with_scheduler)

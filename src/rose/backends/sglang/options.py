@@ -104,7 +104,9 @@ class SglangOptions:
             base: This process's.
         """
         found = dict(base)
-        found["SGLANG_RETURN_ORIGINAL_LOGPROB"] = "1"  # of the model's distribution, as vLLM's are, not of the tempered one
+        found["SGLANG_RETURN_ORIGINAL_LOGPROB"] = (
+            "1"  # of the model's distribution, as vLLM's are, not of the tempered one
+        )
         path = [*self.python_path, *filter(None, [base.get("PYTHONPATH")])]
         if path:
             found["PYTHONPATH"] = os.pathsep.join(path)

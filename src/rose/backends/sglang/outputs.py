@@ -156,7 +156,9 @@ class EventReader:
             self._fail(f"{num_told} tokens came of the {self._max_tokens} that were asked for")
         num_there = len(ids) if self._is_incremental else len(ids) - self.num_tokens
         if not 0 <= num_new <= num_there:
-            self._fail(f"tokens were lost: the server counts {num_told}, {self.num_tokens} came before and {num_there} now")
+            self._fail(
+                f"tokens were lost: the server counts {num_told}, {self.num_tokens} came before and {num_there} now"
+            )
         return (0 if self._is_incremental else self.num_tokens), num_new
 
     def _checked_logprobs(self, found: Any, new: Sequence[int], first: int) -> tuple[float, ...]:
@@ -193,9 +195,7 @@ class EventReader:
             self._fail(f"weight_versions end at token {next(reversed(spans))} of {num_told}")
         return [(label, end) for end, label in spans.items()]
 
-    def _hand_out(
-        self, new: Sequence[int], logprobs: Sequence[float], spans: Sequence[tuple[str | None, int]]
-    ) -> None:
+    def _hand_out(self, new: Sequence[int], logprobs: Sequence[float], spans: Sequence[tuple[str | None, int]]) -> None:
         begin, end = self.num_tokens, self.num_tokens + len(new)
         at = begin
         for label, span_end in spans:
@@ -219,7 +219,9 @@ class EventReader:
         """Check what was handed out against what the server says at the end."""
         handed = [(run.label, run.end) for run in self._runs]
         if handed != list(spans):
-            self._fail(f"tokens were handed out under the weight labels {handed}, and the server says now {list(spans)}")
+            self._fail(
+                f"tokens were handed out under the weight labels {handed}, and the server says now {list(spans)}"
+            )
 
     def _reason(self, kind: object, finish: Mapping[str, Any]) -> FinishReason:
         message, code = str(finish.get("message") or ""), finish.get("status_code")
@@ -230,7 +232,9 @@ class EventReader:
             if message == EVICTED:
                 return FinishReason.EVICTED
             if message == REFUSED:
-                message = "the request needs more KV memory than the server's device can ever give; ask for fewer tokens"
+                message = (
+                    "the request needs more KV memory than the server's device can ever give; ask for fewer tokens"
+                )
                 raise RequestRefusedError(message)
             if code is not None:
                 raise of_code(code, f"SGLang ended the request: {message} (status {code})")

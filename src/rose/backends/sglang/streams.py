@@ -73,7 +73,7 @@ class Stream:
                 if status != OK:
                     refusal = await self._answer.read()
         except (aiohttp.ClientError, OSError) as error:  # a TimeoutError among them
-            if not self._is_cut:
+            if not self._was_cut():
                 raise client.lost(error) from error
         finally:
             self._scope = None
@@ -92,10 +92,10 @@ class Stream:
         try:
             data = await self._answer.content.readany()
         except (aiohttp.ClientError, OSError) as error:
-            if self._is_cut:
+            if self._was_cut():
                 return b""
             raise client.lost(error) from error
-        if not data and not self._is_cut:
+        if not data and not self._was_cut():
             message = (
                 f"engine {self.engine_id} broke a stream off after {self.num_tokens} tokens: the connection was closed without a finish "
                 "reason"
@@ -103,13 +103,19 @@ class Stream:
             raise EngineError(message)
         return data
 
+    def _was_cut(self) -> bool:
+        """Return whether it is cut by now; somebody else may have done that meanwhile."""
+        return self._is_cut
+
     def cut(self) -> None:
         """Close the connection, upon which the server drops the request wherever it is."""
         if self._is_cut:
             return
         self._is_cut = True
         if self._answer is not None:
-            with contextlib.suppress(RuntimeError, aiohttp.ClientError, OSError):  # somebody waits for it: nothing is there
+            with contextlib.suppress(
+                RuntimeError, aiohttp.ClientError, OSError
+            ):  # somebody waits for it: nothing is there
                 self._leftover = self._answer.content.read_nowait()
             self._answer.close()
         elif self._scope is not None:
