@@ -118,8 +118,9 @@ class EngineWeights:
 
     def _activate(self, given: dict[str, Any]) -> Sequence[Answer]:
         ready = self._agree(attempt(self._rank.check_ready))
-        if any("error" in answer for answer in ready):
-            return ready
+        unready = [answer for answer in ready if "error" in answer]
+        if unready:
+            return unready[:1] * len(ready)
         if len({answer["value"] for answer in ready}) > 1:
             message = f"the ranks have staged {', '.join(answer['value'] for answer in ready)}; stage again"
             return [attempt(lambda: _refuse(message))] * len(ready)
@@ -151,8 +152,9 @@ class EngineWeights:
         answers = [one["answer"] for one in found]
         failures = [answer for answer in answers if "error" in answer]
         is_torn = is_write and 0 < len(failures) < len(answers)
-        if any(one["is_fenced"] for one in found) or is_torn:
+        if is_torn or (any(one["is_fenced"] for one in found) and not self._rank.is_fenced):
             self._rank.fence()
+        if self._rank.is_fenced:
             self._label_fenced()
         if is_torn:
             message = f"{len(failures)} of {len(answers)} ranks did not activate: {failures[0]['error'][1]}"
