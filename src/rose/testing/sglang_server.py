@@ -33,6 +33,7 @@ from rose.types import EngineRequest, EngineSnapshot, FinishReason, RequestId, S
 _RESERVED_TOKENS = 6  # of the model's length, which SGLang keeps to itself
 _BAD_REQUEST = 400
 _TAGS = ("kv_cache", "weights", "cuda_graph")
+_COMMANDS = ("set_kv_budget", "set_gate", "sleep", "wake")
 _FINISH = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 
 
@@ -218,6 +219,8 @@ class SglangServer:
             return web.json_response({"object": "error", "message": "3 validation errors:\n"}, status=_BAD_REQUEST)
         await self._to_scheduler()
         command = given.pop("command")
+        if command not in _COMMANDS:
+            return web.json_response([False])
         try:
             self._answers[command] = await self._carried_out(command, given)
         except RoseError as error:
