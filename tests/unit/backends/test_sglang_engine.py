@@ -67,13 +67,10 @@ async def test_the_server_is_asked_once_how_many_token_ids_there_are():
 
 
 async def test_the_fake_server_dies_of_what_real_ones_die_of():
-    async with opened() as (engine, server, _):
+    async with opened(timeout_s=0.3) as (engine, server, _):
         engine._vocab_size = 10**6
         with pytest.raises(EngineLostError):
-            async with asyncio.timeout(3):
-                engine._timeout_s = 0.2
-                engine._connect()
-                await collect(engine, request(prompt=(1000,)))
+            await collect(engine, request(prompt=(1000,)))
         assert "IndexError" in server.died
 
 
@@ -194,6 +191,16 @@ async def test_the_repeated_token_of_an_abort_is_not_handed_out():
             await engine.pause(PauseMode.ABORT)
             await stream.finish()
         assert stream.token_ids == whole[: len(stream.token_ids)]
+
+
+async def test_an_abort_over_which_the_server_fails_has_ended_the_request():
+    async with opened(drops_aborts=True) as (engine, server, _), reading(engine, request()) as stream:
+        await stream.has_tokens(3)
+        await engine.pause(PauseMode.ABORT)
+        await stream.finish()
+        assert stream.finish_reason is FinishReason.ABORTED
+        assert len(stream.token_ids) >= 3
+        assert not server._requests
 
 
 async def test_while_paused_neither_health_nor_old_loads_are_believed():
