@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from typing import Any
@@ -21,6 +22,7 @@ from typing import Any
 import attrs
 
 from rose.backends.openai.client import OpenAiClient
+from rose.backends.sglang import commands
 from rose.backends.sglang.client import SglangClient
 from rose.backends.sglang.control import SglangControl
 from rose.backends.sglang.loads import combined
@@ -377,6 +379,12 @@ class SglangEngine(ServingEngine):
                 restored_bytes=int(answer["restored_bytes"]),
                 wake_s=time.perf_counter() - start_s,
             )
+
+    async def step_log(self, since_s: float = float("-inf")) -> list[list[float]]:
+        """Return the turns of the device since then. See ``SupportsStepLog``."""
+        self._check_alive()
+        rows = await commands.step_log(self._client, None if since_s == float("-inf") else since_s)
+        return [[math.nan if value is None else value for value in row] for row in rows]
 
     async def _rose(self, command: str, **arguments: Any) -> Mapping[str, Any]:
         self._check_alive()

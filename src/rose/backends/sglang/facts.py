@@ -13,6 +13,7 @@ import attrs
 from rose.errors import EngineError
 from rose.types import WeightVersion
 
+_HAS_SEEDS = "rose_has_seeds"  # by ROSE's package, where SGLang itself has none
 _VOCABULARY = re.compile(r"logit_bias must has keys in \[0, (\d+)\]")
 
 VOCABULARY_PROBE: Mapping[str, Any] = {
@@ -84,7 +85,7 @@ def read_facts(info: Mapping[str, Any]) -> ServerFacts:
             is_incremental=bool(info["incremental_streaming_output"]),
             has_priorities=bool(info["enable_priority_scheduling"]),
             is_low_first=bool(info["schedule_low_priority_values_first"]),
-            has_seeds=bool(info["enable_deterministic_inference"]),
+            has_seeds=bool(info["enable_deterministic_inference"]) or any(state.get(_HAS_SEEDS) for state in states),
             rose=rose,
         )
     except (KeyError, TypeError, ValueError) as error:

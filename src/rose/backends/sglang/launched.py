@@ -44,7 +44,13 @@ class LaunchedSglang(SglangEngine):
 
     def __init__(self, options: SglangOptions, *, clock: Clock | None = None) -> None:
         version = None if options.initial_version is None else str(options.initial_version)
-        super().__init__("http://127.0.0.1:0", engine_id=options.engine_id, version=version, clock=clock)
+        super().__init__(
+            "http://127.0.0.1:0",
+            engine_id=options.engine_id,
+            version=version,
+            timeout_s=options.timeout_s,
+            clock=clock,
+        )
         self.options = options
         self._lost = "it was not started"
         self._keeper: asyncio.subprocess.Process | None = None

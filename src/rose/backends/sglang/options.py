@@ -17,6 +17,7 @@ _ON_CPU = (
     *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
     "--disable-cuda-graph",
 )
+_SEEDS = "ROSE_SGLANG_SEEDS"
 _GPU = Path("/dev/nvidiactl")
 
 
@@ -34,12 +35,13 @@ class SglangOptions:
         max_total_tokens: Size of the KV memory in tokens; ``None`` leaves it to SGLang.
         tensor_parallel_size: Number of devices that the model is cut over.
         is_priority_scheduled: Order requests by ``EngineRequest.priority`` instead of arrival.
-        is_deterministic: Seeds reach the sampler; SGLang needs a kernel for it that a CPU does not have.
+        is_deterministic: Seeds reach the sampler; on a CPU by ROSE's package in the server, for SGLang needs kernels for it there.
         is_on_cpu: Run without a GPU; as the machine is when left out.
         python_path: Folders for the server's ``PYTHONPATH``, before what it is here.
         environment: Further variables of the server's environment.
         server_args: Further arguments of ``sglang.launch_server``; they go before the others.
         log_path: The server's output; a file for temporary use when left out.
+        timeout_s: How long a reading or a short command may take; a server that is silent for so long is lost.
         start_timeout_s: How long the start may take, the first step of the model included.
     """
 
@@ -58,6 +60,7 @@ class SglangOptions:
     environment: Mapping[str, str] = attrs.field(factory=dict)
     server_args: tuple[str, ...] = ()
     log_path: str | None = None
+    timeout_s: float = attrs.field(default=10.0, validator=checks.number(above=0))
     start_timeout_s: float = attrs.field(default=600.0, validator=checks.number(above=0))
 
     @property
@@ -93,7 +96,7 @@ class SglangOptions:
         ]
         if self.is_priority_scheduled:
             switches += ["--enable-priority-scheduling", "--schedule-low-priority-values-first"]
-        if self.is_deterministic:
+        if self.is_deterministic and not self.has_no_gpu:
             switches.append("--enable-deterministic-inference")
         return (*switches, *(_ON_CPU if self.has_no_gpu else ()))
 
@@ -114,6 +117,7 @@ class SglangOptions:
             found["HF_HUB_OFFLINE"] = "1"
         if self.has_no_gpu:
             found["SGLANG_USE_CPU_ENGINE"] = "1"
+            found[_SEEDS] = str(int(self.is_deterministic))
             found.setdefault("OMP_NUM_THREADS", "1")
             if self.tensor_parallel_size > 1:
                 num_cores = os.cpu_count() or 1

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 
-from rose.backends.sglang_server import containment, hooks
+from rose.backends.sglang_server import containment, hooks, seeds
 from rose.backends.sglang_server.lifeline import LAUNCHER, tie_to_launcher
 
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
@@ -33,6 +33,7 @@ def register() -> None:
     }
     for target, hook in around.items():
         HookRegistry.register(target, hook, HookType.AROUND)
+    seeds.install(HookRegistry)
     mark = os.environ.get(LAUNCHER)
     if mark:
         tie_to_launcher(mark)
