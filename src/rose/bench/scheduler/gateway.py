@@ -64,7 +64,8 @@ def measure_gateway(settings: SchedulerSettings, tell: Callable[[str], None]) ->
         EngineError: An engine or a router failed a turn, or did not start.
     """
     with http_engines(PROCESSES) as urls:
-        return asyncio.run(_measure(settings, urls, tell))
+        # Neighbours in different processes: whoever prefers one of two idle engines would otherwise fill one process first.
+        return asyncio.run(_measure(settings, [*urls[::2], *urls[1::2]], tell))
 
 
 async def _measure(settings: SchedulerSettings, urls: Sequence[str], tell: Callable[[str], None]) -> dict[str, Any]:

@@ -17,13 +17,12 @@ from rose.pool import RolloutPool
 
 
 async def serve(urls: Sequence[str]) -> None:
-    """Serve a pool whose engines are at ``urls``, the second half of them borrowed."""
+    """Serve a pool whose engines are at ``urls``, all alike, as they are to a router."""
     async with contextlib.AsyncExitStack() as stack:
-        engines = [RemoteEngine(url) for url in urls]
+        engines = [RemoteEngine(url, engine_id=f"engine-{number}") for number, url in enumerate(urls)]
         for engine in engines:
             stack.push_async_callback(engine.close)
-        half = (len(engines) + 1) // 2
-        pool = await stack.enter_async_context(RolloutPool(engines[:half], borrowed=engines[half:]))
+        pool = await stack.enter_async_context(RolloutPool(engines))
         url = await stack.enter_async_context(serve_pool(PoolService(pool, name=MODEL)))
         print(url, flush=True)  # noqa: T201 - for the process that started it
         await asyncio.to_thread(sys.stdin.read)
