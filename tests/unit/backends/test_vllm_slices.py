@@ -62,6 +62,30 @@ def bits_of(tensor: Any) -> np.ndarray:
     return tensor.view(torch.int16).numpy().view(np.uint16)
 
 
+class Padded(torch.nn.Module):
+    """Rank ``rank`` of 2 of a tensor of 3 rows that is padded to 8: the second rank holds padding only."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.rank, self.w = rank, parameter(4, 6)
+
+    def load_weights(self, weights: Iterator[tuple[str, Any]]) -> None:
+        for _, tensor in weights:
+            num_rows = 0 if self.rank else 3
+            self.w.data.narrow(0, num_rows, 4 - num_rows).zero_()
+            source = tensor.narrow(0, 0, 3) if num_rows else torch.zeros_like(self.w.data.narrow(0, 0, 0))
+            self.w.data.narrow(0, 0, num_rows).copy_(source)
+
+
+@pytest.mark.parametrize(("rank", "num_rows"), [(0, 3), (1, 0)])
+def test_a_rank_may_hold_padding_only(rank: int, num_rows: int) -> None:
+    plan = SlicePlan.trace(Padded(rank), checkpoint({"w": (3, 6)}))
+    assert plan.tensors["w"].shape == (3, 6)
+    boxes = VllmSink.over(plan).boxes().get("w", ())
+    assert [box.shape for box in boxes] == ([(num_rows, 6)] if num_rows else [])
+    assert set(VllmSink.over(plan).checksums()) == ({"w"} if num_rows else set())
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_plan_finds_where_each_slice_lives(rank: int) -> None:
     plan = SlicePlan.trace(Fused(rank), checkpoint())

@@ -39,7 +39,7 @@ class VllmSink(ViewSink):
 
     def boxes(self) -> Mapping[str, Sequence[ShardSpec]]:
         """Return the boxes that this worker holds, each once however many copies there are."""
-        return {name: tuple(dict.fromkeys(piece.box for piece in held)) for name, held in self._plan.pieces.items()}
+        return {n: tuple(dict.fromkeys(piece.box for piece in held)) for n, held in self._plan.pieces.items() if held}
 
     def views(self, name: str, box: ShardSpec) -> Sequence[Bits]:
         """Return the live memory of every copy of a box."""
@@ -63,7 +63,7 @@ class VllmSink(ViewSink):
         digests = {}
         for name, spec in self._plan.tensors.items():
             box = whole_box(spec.shape)
-            if box in self.boxes()[name]:
+            if box in self.boxes().get(name, ()):
                 digests[name] = xxhash.xxh3_128_hexdigest(np.ascontiguousarray(self.read(name, box)).tobytes())
         return digests
 
