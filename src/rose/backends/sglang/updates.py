@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeVar
 
 import attrs
 
-from rose.backends.vllm.wire import activation_from_wire, unwrap, update_to_wire
+from rose.backends.wire import activation_from_wire, unwrap, update_to_wire
 from rose.errors import EngineError, EngineLostError, EngineUnsupportedError, RoseError
 from rose.interfaces.trainer import ShardSpec
 from rose.transfer.kernels import Sum

@@ -27,7 +27,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from rose.backends.sglang_server.rank import RankWeights
-from rose.backends.vllm.wire import activation_to_wire, update_from_wire
+from rose.backends.wire import activation_to_wire, update_from_wire
 from rose.errors import EngineFencedError, RoseError, TransferError
 
 FENCED = "rose-fenced"

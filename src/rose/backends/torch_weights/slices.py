@@ -1,6 +1,6 @@
 """Which part of which live parameter every part of every checkpoint tensor becomes.
 
-vLLM fuses (qkv, gate and up), pads (vocabulary) and cuts (tensor parallelism) while it loads, each model in its own
+Engines fuse (qkv, gate and up), pad (vocabulary) and cut (tensor parallelism) while they load, each model in its own
 ``load_weights``. The plan is found by running that very method once with tensors that have shapes but no bytes (meta
 device) and noting every copy it would make; so there is no table of models, and live weights are only looked at.
 """
@@ -17,7 +17,7 @@ import attrs
 import torch
 from torch.overrides import TorchFunctionMode
 
-from rose.backends.vllm.checkpoint_files import StoredTensor, find_tensors
+from rose.backends.torch_weights.checkpoint_files import StoredTensor, find_tensors
 from rose.errors import LayoutMismatchError
 from rose.interfaces.trainer import ShardSpec, TensorSpec
 
@@ -45,7 +45,7 @@ class SlicePlan:
         """Find the plan of a loaded model.
 
         Args:
-            model: A vLLM model; its ``load_weights`` is called (within vLLM's current config).
+            model: An engine's model; its ``load_weights`` is called (vLLM's within vLLM's current config).
             checkpoint: Tensor name -> a contiguous meta tensor of the checkpoint's shape and dtype. Names that the
                 model does not load are left out of the plan.
 
@@ -66,7 +66,8 @@ class SlicePlan:
         _check_all_loaded(
             model, [live for _, live in recorder.copies] + [live for held in padded.values() for live in held]
         )
-        tensors, pieces = {}, {}
+        tensors: dict[str, TensorSpec] = {}
+        pieces: dict[str, tuple[Piece, ...]] = {}
         for name, held in padded.items():  # tensors of which this rank holds padding only
             tensors[name], pieces[name] = _spec(name, checkpoint[name], held), ()
         for name, copies in found.items():
@@ -110,7 +111,7 @@ def _record(model: torch.nn.Module, checkpoint: Mapping[str, torch.Tensor]) -> _
     except _LOADER_ERRORS as error:
         message = (
             f"{type(model).__name__}.load_weights, when it had taken {recorder.taken}, needed more than cuts and copies, or met a parameter "
-            f"that vLLM replaced after loading, which ROSE cannot update: {error!r}; load the model without quantization"
+            f"that the engine replaced after loading, which ROSE cannot update: {error!r}; load the model without quantization"
         )
         raise LayoutMismatchError(message) from error
     return recorder
