@@ -41,8 +41,8 @@ from rose.transfer.publisher import Publisher
 from rose.transfer.relay import plan_update
 
 RUN = "bench"
-CALM_S = 0.3
-"""How long the stream is left alone before and after what is measured."""
+CALM_EVENTS = 12
+"""How many events of the stream are waited for before and after what is measured."""
 
 
 class Server:
@@ -76,14 +76,21 @@ class Server:
                     if line.startswith(b"data: {"):
                         self.events.append(time.perf_counter())
 
+    async def _calm(self) -> None:
+        """Wait for some more events."""
+        wanted = len(self.events) + CALM_EVENTS
+        async with asyncio.timeout(120):
+            while len(self.events) < wanted:  # noqa: ASYNC110 - another coroutine fills the list
+                await asyncio.sleep(0.01)
+
     async def watched(self, work: Any) -> tuple[Any, dict[str, float]]:
         """Await some work; returns its result, and how long it and the stream's longest gap around it took."""
-        await asyncio.sleep(CALM_S)
         self.events.clear()
+        await self._calm()
         started_s = time.perf_counter()
         result = await work
         took_s = time.perf_counter() - started_s
-        await asyncio.sleep(CALM_S)
+        await self._calm()
         gaps = np.diff(self.events)
         return result, {
             "call_ms": took_s * 1e3,

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from rose.backends.sglang_server.wire import COMMAND_PREFIX, PATH
-from rose.backends.vllm.wire import unwrap
+from rose.backends.wire import unwrap
 from rose.errors import EngineError, EngineLostError, EngineUnsupportedError, RoseError
 
 _HOW_TO_INSTALL = (

@@ -17,7 +17,7 @@ import attrs
 
 from rose.backends.sglang.calls import Http, call
 from rose.backends.sglang_server.wire import PATH
-from rose.backends.vllm.wire import activation_from_wire, update_to_wire
+from rose.backends.wire import activation_from_wire, update_to_wire
 from rose.errors import EngineError
 from rose.interfaces.trainer import ShardSpec
 from rose.transfer.kernels import Sum

@@ -16,10 +16,10 @@ from typing import Any
 
 import attrs
 
-from rose.backends.vllm.checkpoint_files import find_tensors
-from rose.backends.vllm.loaded_bits import check_loaded_bits
-from rose.backends.vllm.slices import SlicePlan, as_meta
-from rose.backends.vllm.weights import VllmSink
+from rose.backends.torch_weights.checkpoint_files import find_tensors
+from rose.backends.torch_weights.loaded_bits import check_loaded_bits
+from rose.backends.torch_weights.sink import ParameterSink
+from rose.backends.torch_weights.slices import SlicePlan, as_meta
 from rose.errors import EngineBusyError, EngineFencedError, EngineUnsupportedError, RoseError, TransferError
 from rose.transfer.layout import TargetLayout
 from rose.transfer.subscriber import Subscriber
@@ -50,7 +50,7 @@ class RankModel:
 
 @attrs.frozen(kw_only=True, eq=False)
 class _Opened:
-    sink: VllmSink
+    sink: ParameterSink
     subscriber: Subscriber
     aliases: dict[str, str]
 
@@ -104,7 +104,7 @@ class RankWeights:
         plan = SlicePlan.trace(model.module, as_meta(stored))
         if model.is_from_checkpoint:
             check_loaded_bits(plan, stored, model.checkpoint)
-        sink = VllmSink.over(plan)
+        sink = ParameterSink.over(plan)
         aliases = _tied_names(sink) if model.is_tied else {}
         subscriber = Subscriber(sink, aliases=aliases, version=label)
         self._opened = _Opened(sink=sink, subscriber=subscriber, aliases=aliases)
@@ -228,7 +228,7 @@ class RankWeights:
         self._job = self._thread.submit(work)
 
 
-def _tied_names(sink: VllmSink) -> dict[str, str]:
+def _tied_names(sink: ParameterSink) -> dict[str, str]:
     """Return alias -> the name that it loads from, for a model that ties its embeddings."""
     names = sink.tensors()
     embedding = next((name for name in names if name.endswith("embed_tokens.weight")), None)

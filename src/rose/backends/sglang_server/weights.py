@@ -28,7 +28,7 @@ from typing import Any, Protocol
 
 from rose.backends.sglang_server.rank import RankWeights
 from rose.backends.sglang_server.wire import Answer, attempt
-from rose.backends.vllm.wire import activation_to_wire, update_from_wire
+from rose.backends.wire import activation_to_wire, update_from_wire
 from rose.errors import EngineFencedError, TransferError
 
 FENCED = "rose-fenced"

@@ -15,7 +15,7 @@ pytest.importorskip("torch", reason="torch is not installed")
 from sglang_ranks import RUN, Ranks, bits_of
 
 from rose.backends.sglang_server.weights import FENCED
-from rose.backends.vllm.wire import update_to_wire
+from rose.backends.wire import update_to_wire
 from rose.transfer.relay import read_manifest
 
 
