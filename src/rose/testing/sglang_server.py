@@ -24,7 +24,6 @@ from typing import Any, cast
 import attrs
 from aiohttp import web
 
-from rose.backends.remote.wire import error_to_wire
 from rose.errors import EngineBusyError, RequestRefusedError, RoseError
 from rose.hosts.http.server import Place, bind, served
 from rose.interfaces.serving import PauseMode
@@ -34,7 +33,7 @@ from rose.types import EngineRequest, EngineSnapshot, FinishReason, RequestId, S
 _RESERVED_TOKENS = 6  # of the model's length, which SGLang keeps to itself
 _BAD_REQUEST = 400
 _TAGS = ("kv_cache", "weights", "cuda_graph")
-_COMMANDS = ("set_kv_budget", "set_gate", "sleep", "wake")
+_WEIGHT_BYTES = 1000
 _FINISH = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 
 
@@ -154,7 +153,8 @@ class SglangServer:
             "enable_priority_scheduling": False,
             "schedule_low_priority_values_first": False,
             "enable_deterministic_inference": False,
-            "internal_states": [{"rose": self._answers} if self._has_package else {}],
+            "enable_memory_saver": True,
+            "internal_states": [{"rose": await self._rose_state()} if self._has_package else {}],
         }
         return web.json_response(info)
 
@@ -223,30 +223,45 @@ class SglangServer:
         return web.Response(text="Cache flushed.\nPlease check backend logs for more details.\n")
 
     async def _set_internal_state(self, request: web.Request) -> web.Response:
-        given = (await request.json())["server_args"].get("rose")
-        if not self._has_package or given is None:
+        given: Mapping[str, Any] = (await request.json())["server_args"]
+        if not all(isinstance(value, int | float) for value in given.values()):
             return web.json_response({"object": "error", "message": "3 validation errors:\n"}, status=_BAD_REQUEST)
         await self._to_scheduler()
-        command = given.pop("command")
-        if command not in _COMMANDS:
-            return web.json_response([False])
-        try:
-            self._answers[command] = await self._carried_out(command, given)
-        except RoseError as error:
-            self._answers[command] = error_to_wire(error)
-        return web.json_response([True])
+        commands = [json.loads(key.removeprefix("rose:")) for key in given if key.startswith("rose:")]
+        for command in commands if self._has_package else ():
+            name, call_id = command.pop("command"), command.pop("id")
+            try:
+                self._answers[name] = {"id": call_id, "value": await self._carried_out(name, command)}
+            except (KeyError, ValueError, RoseError) as error:
+                self._answers[name] = {"id": call_id, "error": str(error)}
+        return web.json_response([bool(commands) and self._has_package])
 
-    async def _carried_out(self, command: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    async def _carried_out(self, command: str, given: Mapping[str, Any]) -> Any:
         engine = self._engine
         if command == "set_kv_budget":
-            return {"num_tokens": await engine.set_kv_budget(given["num_tokens"])}
+            return await engine.set_kv_budget(given["num_tokens"])
         if command == "set_gate":
             await engine.set_gate(is_open=given["is_open"])
-            return {}
+            return given["is_open"]
         if command == "sleep":
-            return attrs.asdict(await engine.sleep(keeps_weights=given["keeps_weights"]))
-        woken = await engine.wake()
-        return {"is_stale": woken.is_stale, "restored_bytes": woken.restored_bytes}
+            slept = await engine.sleep(keeps_weights=given["keeps_weights"])
+            return {"num_requests": slept.num_evicted, "weight_bytes": _WEIGHT_BYTES}
+        if command == "wake":
+            woken = await engine.wake()
+            return {"weight_bytes": None if woken.is_stale else _WEIGHT_BYTES}
+        message = f"there is no command {command!r}"
+        raise ValueError(message)
+
+    async def _rose_state(self) -> dict[str, Any]:
+        reading = await self._engine.snapshot()
+        state = {
+            "num_running": reading.num_running,
+            "num_waiting": reading.num_waiting,
+            "kv_used_tokens": reading.kv_used_tokens,
+            "is_paused": self._paused is not None,
+            "is_asleep": self._engine.is_asleep,
+        }
+        return {**self._answers, "rose_snapshot": state}
 
     async def _release_memory(self, request: web.Request) -> web.Response:
         tags = (await request.json()).get("tags") or _TAGS

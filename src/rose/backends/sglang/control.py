@@ -11,10 +11,11 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+import json
+import secrets
 from typing import Any
 
-from rose.backends.remote.wire import error_from_wire
 from rose.backends.sglang.client import SglangClient
 from rose.backends.sglang.facts import (
     VOCABULARY_PROBE,
@@ -30,6 +31,7 @@ from rose.interfaces.serving import PauseMode
 from rose.types import EngineId
 
 _FLUSH_S = 0.5  # the scheduler needs a moment to notice that the last request has ended
+_NUM_LOOKS, _LOOK_S = 20, 0.02
 NO_PACKAGE = (
     "ROSE's package is not loaded in the server of engine {engine_id}; install rose-rl into the environment that SGLang runs in (its plugin is "
     "found by itself) and start the server again"
@@ -130,20 +132,29 @@ class SglangControl:
             message = f"engine {self._engine_id} runs requests, and SGLang drops cached prefixes only without; try again later"
             raise EngineBusyError(message) from error
 
-    async def rose_call(self, command: str, **arguments: Any) -> Mapping[str, Any]:
-        """Give ROSE's package in the server a command; returns its answer, that of the first rank.
+    async def rose_call(self, command: str, **arguments: Any) -> Any:
+        """Give ROSE's package in the server a command; returns its answer's value, that of the first rank.
+
+        SGLang takes no more than numbers as values there, so the command is the key. The answer is read with the server's state; the call's own
+        id tells it from an answer to another client.
 
         Raises:
-            EngineUnsupportedError: The server has no such package, or one that does not know the command.
-            RoseError: What the package answers.
+            EngineUnsupportedError: The server has no such package.
+            EngineError: The command failed, or got no answer.
         """
         if not (await self.beat()).rose:
             raise EngineUnsupportedError(NO_PACKAGE.format(engine_id=self._engine_id))
-        await self._client.post("/set_internal_state", {"server_args": {"rose": {"command": command, **arguments}}})
-        answer = next((told[command] for told in (await self.beat()).rose if command in told), None)
-        if answer is None:
-            message = f"ROSE's package in the server of engine {self._engine_id} does not know {command}; install this release there"
-            raise EngineUnsupportedError(message)
-        if isinstance(answer, Mapping) and "error" in answer:
-            raise error_from_wire(answer)
-        return answer if isinstance(answer, Mapping) else {"answer": answer}
+        call_id = secrets.token_hex(8)
+        key = "rose:" + json.dumps({"command": command, "id": call_id, **arguments})
+        await self._client.post("/set_internal_state", {"server_args": {key: 1}})
+        for _ in range(_NUM_LOOKS):
+            told = (await self.beat()).rose
+            answer = next((rose[command] for rose in told if rose.get(command, {}).get("id") == call_id), None)
+            if answer is not None and "error" in answer:
+                message = f"{command} failed in the server of engine {self._engine_id}: {answer['error']}"
+                raise EngineError(message)
+            if answer is not None:
+                return answer["value"]
+            await asyncio.sleep(_LOOK_S)
+        message = f"the server of engine {self._engine_id} gave no answer to {command}; does another client command it?"
+        raise EngineError(message)

@@ -23,6 +23,7 @@ import attrs
 from rose.backends.openai.client import OpenAiClient
 from rose.backends.sglang.client import SglangClient
 from rose.backends.sglang.control import SglangControl
+from rose.backends.sglang.facts import read_rose_state
 from rose.backends.sglang.loads import combined
 from rose.backends.sglang.outputs import EventReader
 from rose.backends.sglang.requests import fresh_rid, own_stops, refuse_impossible, request_body
@@ -231,6 +232,9 @@ class SglangEngine(ServingEngine):
         control = self._control
         facts, load, label = await asyncio.gather(control.beat(), control.load(), control.weight_label())
         self._weights.hear(label)
+        state = read_rose_state(facts)
+        if state is not None:
+            load, self._is_asleep = state.load, state.is_asleep
         own = [(stream.num_tokens, stream.is_with_scheduler) for stream in self._streams.values()]
         load = combined(load, own, paused=control.paused)
         return EngineSnapshot(
@@ -239,7 +243,7 @@ class SglangEngine(ServingEngine):
             kv_used_tokens=min(load.kv_used_tokens, facts.kv_total_tokens),
             kv_total_tokens=facts.kv_total_tokens,
             weight_version=self._weights.version,
-            is_paused=control.paused is not None or self._is_asleep,
+            is_paused=control.paused is not None or self._is_asleep or (state is not None and state.is_paused),
             read_at_s=self._clock.now(),
             max_context_tokens=facts.max_context_tokens,
         )
@@ -329,7 +333,7 @@ class SglangEngine(ServingEngine):
 
     async def set_kv_budget(self, num_tokens: int) -> int:
         """Set the KV budget in engine tokens; returns the one in force. See ``SupportsKvBudget``."""
-        return int((await self._rose("set_kv_budget", num_tokens=num_tokens))["num_tokens"])
+        return int(await self._rose("set_kv_budget", num_tokens=num_tokens))
 
     async def set_gate(self, *, is_open: bool) -> None:
         """Open or close the step gate. See ``SupportsStepGate``."""
@@ -356,9 +360,10 @@ class SglangEngine(ServingEngine):
             except RoseError:
                 self._is_asleep = False
                 raise
+            facts = await self._control.facts()
             return Slept(
-                num_evicted=int(answer["num_evicted"]),
-                released_bytes=int(answer["released_bytes"]),
+                num_evicted=int(answer["num_requests"]),
+                released_bytes=int(answer["weight_bytes"]) * facts.num_ranks if facts.has_memory_saver else 0,
                 sleep_s=time.perf_counter() - start_s,
             )
 
@@ -366,19 +371,22 @@ class SglangEngine(ServingEngine):
         """Activate the engine again. See ``SupportsSleep``."""
         async with self._weights.lock:
             start_s = time.perf_counter()
-            answer: Mapping[str, Any] = {"restored_bytes": 0, "is_stale": self._weights.is_fenced}
+            restored_bytes = 0
             if self._is_asleep:
-                answer = await to_the_end(self._rose("wake"))
+                found = (await to_the_end(self._rose("wake")))["weight_bytes"]
                 self._is_asleep = False
-                self._weights.is_fenced = bool(answer["is_stale"])
+                if found is None:
+                    await self._weights.lose()
+                else:
+                    restored_bytes = int(found) * (await self._control.facts()).num_ranks
             return Woken(
-                version=None if self._weights.is_fenced else self._weights.version,
+                version=self._weights.version,
                 is_stale=self._weights.is_fenced,
-                restored_bytes=int(answer["restored_bytes"]),
+                restored_bytes=restored_bytes,
                 wake_s=time.perf_counter() - start_s,
             )
 
-    async def _rose(self, command: str, **arguments: Any) -> Mapping[str, Any]:
+    async def _rose(self, command: str, **arguments: Any) -> Any:
         self._check_alive()
         return await self._control.rose_call(command, **arguments)
 

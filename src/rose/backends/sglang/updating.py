@@ -22,7 +22,7 @@ from rose.backends.sglang.client import SglangClient
 from rose.backends.sglang.control import SglangControl
 from rose.backends.sglang.facts import read_label
 from rose.backends.sglang.weights import PatientHttp, WeightUpdates, open_updates
-from rose.errors import RoseError
+from rose.errors import EngineUnsupportedError, RoseError
 from rose.interfaces.serving import PauseMode
 from rose.types import Activation, WeightUpdate, WeightVersion
 
@@ -110,6 +110,13 @@ class ServerWeights:
             if not was_paused:
                 await self._control.resume()
         return attrs.evolve(activation, pause_s=time.perf_counter() - paused_at_s)
+
+    async def lose(self) -> None:
+        """Note that the weights are gone, here and in the server."""
+        self.is_fenced, self.version = True, None
+        with contextlib.suppress(EngineUnsupportedError):
+            await (await self.updates()).fence()
+            self.is_fenced, self.version = True, None
 
     async def _learn(self, updates: WeightUpdates) -> None:
         """Find out whether something that failed has left the weights unknown."""
