@@ -360,7 +360,7 @@ class SglangServer:
         return self._told(one, ids, rows if has_logprobs else None, finish)
 
     def _told(self, one: _Request, ids: Any, logprobs: Any, finish: dict[str, Any] | None) -> dict[str, Any]:
-        meta = {
+        meta: dict[str, Any] = {
             "id": one.rid,
             "finish_reason": finish,
             "weight_version": one.labels[-1] if one.labels else self._label,

@@ -131,6 +131,16 @@ class SglangEngine(ServingEngine):
         """Whether the engine sleeps. See ``SupportsSleep``."""
         return self._is_asleep
 
+    async def vocab_size(self) -> int:
+        """Return how many token ids the model has: as was given, or as the server tells.
+
+        Raises:
+            ConfigError: Neither says.
+        """
+        if self._vocab_size is None:
+            self._vocab_size = await self._control.vocab_size()
+        return self._vocab_size
+
     def address(self) -> EngineAddress:
         """Return how another process reaches the same server. See ``SupportsAddress``."""
         options = {"url": self.url, **self._given}
@@ -178,9 +188,7 @@ class SglangEngine(ServingEngine):
     async def _begin(self, stream: Stream, request: EngineRequest) -> EventReader:
         self._keep_watch()
         facts = await self._control.facts()
-        if self._vocab_size is None:
-            self._vocab_size = await self._control.vocab_size()
-        refuse_impossible(request, facts, self._vocab_size)
+        refuse_impossible(request, facts, await self.vocab_size())
         stream.reader = EventReader(
             request,
             labels=self._labels,
