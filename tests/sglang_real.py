@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,6 @@ ROOT = Path(__file__).resolve().parent.parent
 SHIM = ROOT / "tools" / "sglang" / "shim"
 VOCAB_SIZE, MAX_POSITIONS = 320, 512
 MAX_CONTEXT = MAX_POSITIONS - 6
-_PLUGINS = "sglang.srt.plugins"
 
 
 def sglang_python() -> Path:
@@ -43,13 +43,15 @@ def make_model(folder: Path) -> Path:
 
 
 def server_path(folder: Path) -> tuple[str, ...]:
-    """Return what the server's Python needs to find: the shim, this tree's ROSE, and the entry point of its plugin."""
+    """Return what the server's Python needs to find: the shim, this tree's ROSE, and its entry points."""
     if not has_package():
         return (str(SHIM),)
+    groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
+    lines = [line for group, entries in groups.items() for line in (f"[{group}]", *map(" = ".join, entries.items()))]
     metadata = folder / "rose_rl-0.1.0.dist-info"
     metadata.mkdir(exist_ok=True)
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: rose-rl\nVersion: 0.1.0\n")
-    (metadata / "entry_points.txt").write_text(f"[{_PLUGINS}]\nrose = rose.backends.sglang_server.plugin:register\n")
+    (metadata / "entry_points.txt").write_text("\n".join(lines))
     return (str(SHIM), str(folder), str(ROOT / "src"))
 
 

@@ -152,7 +152,7 @@ class SglangServer:
             "enable_priority_scheduling": False,
             "schedule_low_priority_values_first": False,
             "enable_deterministic_inference": False,
-            "internal_states": [{}],
+            "internal_states": [{"rose": await self._rose_state()} if self._has_package else {}],
         }
         return web.json_response(info)
 
@@ -248,6 +248,17 @@ class SglangServer:
             return {"weight_bytes": None if woken.is_stale else woken.restored_bytes}
         message = f"unknown command {command!r}"
         raise TransferError(message)
+
+    async def _rose_state(self) -> dict[str, Any]:
+        reading = await self._engine.snapshot()
+        state = {
+            "num_running": reading.num_running,
+            "num_waiting": reading.num_waiting,
+            "kv_used_tokens": reading.kv_used_tokens,
+            "is_paused": self._paused is not None,
+            "is_asleep": self._engine.is_asleep,
+        }
+        return {"rose_snapshot": state}
 
     async def _release_memory(self, request: web.Request) -> web.Response:
         tags = (await request.json()).get("tags") or _TAGS

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import attrs
 import pytest
 from test_sglang_requests import INFO
 
@@ -14,6 +15,7 @@ from rose.backends.sglang.facts import (
     read_facts,
     read_label,
     read_load,
+    read_rose_state,
     read_vocabulary,
     vocabulary_of_checkpoint,
 )
@@ -124,6 +126,24 @@ def test_other_clients_requests_are_counted():
     theirs = ServerLoad(num_running=3, num_waiting=4, kv_used_tokens=90)
     assert combined(theirs, [(5, True)], paused=None) == theirs
     assert combined(theirs, [], paused=None) == theirs
+
+
+def test_a_fresh_load_is_believed_but_for_what_the_front_holds():
+    fresh = ServerLoad(num_running=1, num_waiting=0, kv_used_tokens=9, is_fresh=True)
+    assert combined(fresh, [(5, True), (0, False)], paused=PauseMode.ABORT) == attrs.evolve(fresh, num_waiting=1)
+    assert combined(fresh, [], paused=None) == fresh
+
+
+def test_what_the_package_says():
+    said = {"num_running": 1, "num_waiting": 2, "kv_used_tokens": 3}
+    flags = {"is_paused": True, "is_asleep": False}
+    state = {"rose": {"rose_snapshot": said | flags}}
+    found = read_rose_state(read_facts({**INFO, "internal_states": [state]}))
+    assert found.load == ServerLoad(num_running=1, num_waiting=2, kv_used_tokens=3, is_fresh=True)
+    assert (found.is_paused, found.is_asleep) == (True, False)
+    assert read_rose_state(read_facts(INFO)) is None
+    with pytest.raises(EngineError, match="one release in both places"):
+        read_rose_state(read_facts({**INFO, "internal_states": [{"rose": {"rose_snapshot": said}}]}))
 
 
 def test_while_paused_only_what_is_known_here_counts():

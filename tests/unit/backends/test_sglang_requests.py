@@ -24,6 +24,7 @@ INFO = {
     "enable_priority_scheduling": False,
     "schedule_low_priority_values_first": False,
     "enable_deterministic_inference": False,
+    "enable_memory_saver": False,
     "internal_states": [{}],
 }
 

@@ -24,6 +24,7 @@ from rose.backends.openai.client import OpenAiClient
 from rose.backends.sglang import commands
 from rose.backends.sglang.client import SglangClient
 from rose.backends.sglang.control import SglangControl
+from rose.backends.sglang.facts import read_rose_state
 from rose.backends.sglang.loads import combined
 from rose.backends.sglang.outputs import EventReader
 from rose.backends.sglang.requests import fresh_rid, own_stops, refuse_impossible, request_body
@@ -131,6 +132,16 @@ class SglangEngine(ServingEngine):
         """Whether the engine sleeps. See ``SupportsSleep``."""
         return self._is_asleep
 
+    async def vocab_size(self) -> int:
+        """Return how many token ids the model has: as was given, or as the server tells.
+
+        Raises:
+            ConfigError: Neither says.
+        """
+        if self._vocab_size is None:
+            self._vocab_size = await self._control.vocab_size()
+        return self._vocab_size
+
     def address(self) -> EngineAddress:
         """Return how another process reaches the same server. See ``SupportsAddress``."""
         options = {"url": self.url, **self._given}
@@ -178,9 +189,7 @@ class SglangEngine(ServingEngine):
     async def _begin(self, stream: Stream, request: EngineRequest) -> EventReader:
         self._keep_watch()
         facts = await self._control.facts()
-        if self._vocab_size is None:
-            self._vocab_size = await self._control.vocab_size()
-        refuse_impossible(request, facts, self._vocab_size)
+        refuse_impossible(request, facts, await self.vocab_size())
         stream.reader = EventReader(
             request,
             labels=self._labels,
@@ -232,6 +241,9 @@ class SglangEngine(ServingEngine):
         control = self._control
         facts, load, label = await asyncio.gather(control.beat(), control.load(), control.weight_label())
         self._weights.hear(label)
+        state = read_rose_state(facts)
+        if state is not None:
+            load, self._is_asleep = state.load, state.is_asleep
         own = [(stream.num_tokens, stream.is_with_scheduler) for stream in self._streams.values()]
         load = combined(load, own, paused=control.paused)
         return EngineSnapshot(
@@ -240,7 +252,7 @@ class SglangEngine(ServingEngine):
             kv_used_tokens=min(load.kv_used_tokens, facts.kv_total_tokens),
             kv_total_tokens=facts.kv_total_tokens,
             weight_version=self._weights.version,
-            is_paused=control.paused is not None or self._is_asleep,
+            is_paused=control.paused is not None or self._is_asleep or (state is not None and state.is_paused),
             read_at_s=self._clock.now(),
             max_context_tokens=facts.max_context_tokens,
         )

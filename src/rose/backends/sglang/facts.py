@@ -39,6 +39,7 @@ class ServerFacts:
         has_priorities: Requests are ordered by priority.
         is_low_first: A lower priority goes first.
         has_seeds: A request's seed reaches the sampler.
+        rose: What ROSE's package inside the server says, one a replica; empty where it is not installed there.
     """
 
     start: str
@@ -52,15 +53,36 @@ class ServerFacts:
     has_priorities: bool
     is_low_first: bool
     has_seeds: bool
+    rose: tuple[Mapping[str, Any], ...] = ()
 
 
 @attrs.frozen(kw_only=True)
 class ServerLoad:
-    """How busy a server was when it last said so; sums over its replicas."""
+    """How busy a server was when it last said so; sums over its replicas.
+
+    Attributes:
+        is_fresh: It is as of now, from ROSE's package; otherwise as of some steps ago, or of before a pause.
+    """
 
     num_running: int
     num_waiting: int
     kv_used_tokens: int
+    is_fresh: bool = False
+
+
+@attrs.frozen(kw_only=True)
+class RoseState:
+    """What ROSE's package in a server says of it now.
+
+    Attributes:
+        load: How busy it is.
+        is_paused: Somebody paused it.
+        is_asleep: It was put to sleep.
+    """
+
+    load: ServerLoad
+    is_paused: bool
+    is_asleep: bool
 
 
 def read_facts(info: Mapping[str, Any]) -> ServerFacts:
@@ -83,11 +105,38 @@ def read_facts(info: Mapping[str, Any]) -> ServerFacts:
             has_priorities=bool(info["enable_priority_scheduling"]),
             is_low_first=bool(info["schedule_low_priority_values_first"]),
             has_seeds=bool(info["enable_deterministic_inference"]) or any(state.get(_HAS_SEEDS) for state in states),
+            rose=tuple(state["rose"] for state in states if isinstance(state.get("rose"), Mapping)),
         )
     except (KeyError, TypeError, ValueError) as error:
         message = (
             f"/server_info is not what SGLang 0.5.23 answers ({error!r}); is it an SGLang server, and of what release?"
         )
+        raise EngineError(message) from error
+
+
+def read_rose_state(facts: ServerFacts) -> RoseState | None:
+    """Return what ROSE's package says, ``None`` where it is not in the server or does not say.
+
+    Raises:
+        EngineError: The package is of a release that says other things.
+    """
+    found = [rose["rose_snapshot"] for rose in facts.rose if "rose_snapshot" in rose]
+    if not found:
+        return None
+    try:
+        load = ServerLoad(
+            num_running=sum(int(one["num_running"]) for one in found),
+            num_waiting=sum(int(one["num_waiting"]) for one in found),
+            kv_used_tokens=sum(int(one["kv_used_tokens"]) for one in found),
+            is_fresh=True,
+        )
+        return RoseState(
+            load=load,
+            is_paused=any(one["is_paused"] for one in found),
+            is_asleep=any(one["is_asleep"] for one in found),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        message = f"ROSE's package in the server says other things than this release reads ({error!r}); install one release in both places"
         raise EngineError(message) from error
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import attrs
+
 from rose.backends.sglang.facts import ServerLoad
 from rose.interfaces.serving import PauseMode
 
@@ -19,6 +21,9 @@ def combined(load: ServerLoad, own: Sequence[tuple[int, bool]], *, paused: Pause
         own: For each request of this client the tokens that it has, and whether the scheduler has it.
         paused: How the server is paused.
     """
+    if load.is_fresh:  # what waits in the server's front is in no number of the scheduler
+        num_waiting = max(load.num_waiting, len(own) - load.num_running)
+        return attrs.evolve(load, num_waiting=num_waiting)
     num_begun = sum(is_with_scheduler for _, is_with_scheduler in own)
     if paused is not None:
         # What was retracted has no KV; what is kept is as it was when the pause began.

@@ -23,6 +23,8 @@ from rose.errors import EngineError
 from rose.types import EngineId
 
 _TAIL_S = 1.0
+_BROKEN = (aiohttp.ClientError, OSError, RuntimeError)
+"""What reading from a connection that is gone raises; a ``TimeoutError`` is an ``OSError``."""
 
 
 @attrs.define(eq=False)
@@ -92,7 +94,7 @@ class Stream:
             return leftover
         try:
             data = await self._answer.content.readany()
-        except (aiohttp.ClientError, OSError) as error:
+        except _BROKEN as error:
             if self._was_ended():
                 return b""
             raise client.lost(error) from error
@@ -131,7 +133,7 @@ class Stream:
         """Read the answer to its end, so that its connection can be used again; gives up soon."""
         if self._answer is None or self._is_cut or self.reader is None or self.reader.is_cut or self.reader.is_done:
             return
-        with contextlib.suppress(TimeoutError, aiohttp.ClientError, OSError):
+        with contextlib.suppress(*_BROKEN):
             async with asyncio.timeout(_TAIL_S):
                 while data := await self._answer.content.readany():
                     self.reader.feed(data)

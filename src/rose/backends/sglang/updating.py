@@ -22,7 +22,7 @@ from rose.backends.sglang.client import PatientHttp, SglangClient
 from rose.backends.sglang.control import SglangControl
 from rose.backends.sglang.facts import read_label
 from rose.backends.sglang.updates import SglangUpdates
-from rose.errors import RoseError
+from rose.errors import EngineUnsupportedError, RoseError
 from rose.interfaces.serving import PauseMode
 from rose.types import Activation, WeightUpdate, WeightVersion
 
@@ -112,9 +112,11 @@ class ServerWeights:
         return attrs.evolve(activation, pause_s=time.perf_counter() - paused_at_s)
 
     async def lose(self) -> None:
-        """Note that the weights are gone: only an anchor brings them to a version again."""
-        await (await self.updates()).fence()
+        """Note that the weights are gone, here and in the server."""
         self.is_fenced, self.version = True, None
+        with contextlib.suppress(EngineUnsupportedError):
+            await (await self.updates()).fence()
+            self.is_fenced, self.version = True, None
 
     async def _learn(self, updates: SglangUpdates) -> None:
         """Find out whether something that failed has left the weights unknown."""

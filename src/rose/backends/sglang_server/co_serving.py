@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from rose.backends.sglang_server.agreement import Ranks
-from rose.backends.sglang_server.commands import ATTRIBUTE, Commands
+from rose.backends.sglang_server.commands import ATTRIBUTE, Commands, plain, snapshot
 from rose.backends.sglang_server.endings import SglangCalls
 from rose.backends.sglang_server.inputs import InputWatch
 from rose.backends.sglang_server.kv_reserve import held_tokens
@@ -222,6 +222,14 @@ def _held_tokens(original: Any, observer: Any) -> int:
     return int(original(observer)) + held_tokens(observer.token_to_kv_pool_allocator)
 
 
+def _get_state(original: Any, scheduler: Any, recv_req: Any) -> Any:
+    """Tell of the steps in ``/server_info``, which is a server's heartbeat: its load as of now, paused or not."""
+    answer = original(scheduler, recv_req)
+    if (stepping := _stepping(scheduler)) is not None:
+        answer.internal_state["rose"] = {"rose_snapshot": plain(snapshot(stepping))}
+    return answer
+
+
 _HOOKS: dict[str, Callable[..., Any]] = {
     f"{_SCHEDULER}.get_next_batch_to_run": _next_batch,
     f"{_SCHEDULER}.run_batch": _run_batch,
@@ -231,6 +239,7 @@ _HOOKS: dict[str, Callable[..., Any]] = {
     f"{_SCHEDULER}.maybe_sleep_on_idle": _sleep_on_idle,
     f"{_SCHEDULER}._record_scheduler_state_for_paused_engine": _paused,
     f"{_SCHEDULER}.flush_cache": _flush,
+    f"{_SCHEDULER}.get_internal_state": _get_state,
     f"{_PARTS}.request_receiver.SchedulerRequestReceiver._pull_raw_reqs": _pull,
     f"{_PARTS}.pool_stats_observer.SchedulerPoolStatsObserver.session_held_tokens": _held_tokens,
 }

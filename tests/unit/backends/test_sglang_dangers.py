@@ -18,6 +18,7 @@ from rose.backends.sglang.client import SglangClient
 from rose.backends.sglang.control import SglangControl
 from rose.errors import (
     EngineBusyError,
+    EngineError,
     EngineFencedError,
     EngineLostError,
     EngineUnsupportedError,
@@ -273,7 +274,7 @@ async def test_abilities_need_the_package():
 
 async def test_a_command_that_the_package_does_not_know():
     async with opened(has_package=True) as (engine, _, _):
-        with pytest.raises(EngineUnsupportedError, match="does not know dance"):
+        with pytest.raises(EngineError, match=r"dance failed in the server of .*: there is no command"):
             await engine._rose("dance")
 
 
@@ -288,6 +289,21 @@ async def test_asleep_pauses_and_resumes_are_not_sent():
             await collect(engine, request())
         woken = await engine.wake()
         assert not woken.is_stale
+        assert woken.restored_bytes > 0
+
+
+async def test_weights_that_do_not_come_back_fence_the_engine(monkeypatch):
+    fake = FakeEngine(weight_version=WeightVersion("run", 1))
+    async with opened(fake=fake, has_package=True) as (engine, _, _):
+        updates = Updates(fake, engine._control)
+        monkeypatch.setattr(updating, "open_updates", lambda http, num_ranks: updates)
+        await engine.sleep(keeps_weights=False)
+        woken = await engine.wake()
+        assert woken.is_stale
+        assert woken.version is None
+        assert updates.is_fenced
+        with pytest.raises(EngineFencedError):
+            await collect(engine, request())
 
 
 async def test_another_start_of_the_server_is_not_paused():
@@ -316,6 +332,9 @@ class Updates:
     async def state(self):
         return self
 
+    async def fence(self):
+        self.is_fenced = True
+
     async def stage(self, update):
         if self.fails:
             raise self.fails
@@ -326,7 +345,7 @@ class Updates:
         if self.fails:
             self.is_fenced = True
             raise self.fails
-        self.fake.weight_version = self.staged.target
+        self.fake.weight_version, self.is_fenced = self.staged.target, False
         return Activation(version=self.staged.target, stage_s=0.0, pause_s=0.0, fetched_bytes=0, is_verified=True)
 
 
