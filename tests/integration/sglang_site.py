@@ -31,6 +31,8 @@ _FLAGS = [
     "pytorch",
     "--disable-cuda-graph",
     "--skip-server-warmup",
+    "--dtype",
+    "float32",
     "--skip-tokenizer-init",
     "--incremental-streaming-output",
     "--disable-overlap-schedule",

@@ -8,6 +8,7 @@ name: ``num_kv_tokens``, ``num_kv_tokens_used``, ``num_evicted``, ``get_request_
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Protocol, cast
 
 import attrs
@@ -57,6 +58,9 @@ class StepView(Protocol):
 
     def token_bytes(self, scheduler: Any) -> float:
         """Return the KV bytes of one token on one rank."""
+
+    def look(self, scheduler: Any) -> None:
+        """Have prompts that reached the process noted, where no thread of its own does that."""
 
     def prompt(self, request: Any) -> tuple[str, int, str | None]:
         """Return a request's id, the length of its prompt and its SLO class."""
@@ -245,7 +249,7 @@ class ServingControl(DeviceControl):
         if self._is_decode and not self._governor.is_frozen and not self._view.wants_device(scheduler):
             self._has_turn = False
             return True
-        self._has_turn = bool(self._governor.ask_serving(scheduler.drain_inputs))
+        self._has_turn = bool(self._governor.ask_serving(scheduler.drain_inputs, partial(self._view.look, scheduler)))
         return self._has_turn
 
     def begin(self, scheduler: Any, batch: Any) -> None:

@@ -101,6 +101,10 @@ class SglangSteps(StepView):
         own = scheduler.scheduler
         return float(sum(own.token_to_kv_pool_allocator.get_kvcache().get_kv_size_bytes()) / own.max_total_num_tokens)
 
+    def look(self, scheduler: Any) -> None:
+        """Read what is there now: the step loop is the only reader of SGLang's messages."""
+        scheduler.inputs.look()
+
     def prompt(self, request: Any) -> tuple[str, int, str | None]:
         """Return a request's id, the length of its prompt and its SLO class."""
         return request.rid, len(request.origin_input_ids), slo_class(request)

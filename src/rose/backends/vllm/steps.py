@@ -40,6 +40,9 @@ class VllmSteps(StepView):
         num_tokens = plan.num_blocks * int(scheduler.block_size)
         return float(sum(tensor.size for tensor in plan.kv_cache_tensors) / num_tokens)
 
+    def look(self, scheduler: Any) -> None:
+        """Do nothing: the input thread notes prompts."""
+
     def prompt(self, request: Any) -> tuple[str, int, str | None]:
         """Return a request's id, the length of its prompt and its SLO class."""
         return request.request_id, request.num_prompt_tokens, slo_class(request)

@@ -17,7 +17,7 @@ from rose.backends.paced import PacedClock
 from rose.backends.sglang_server.stepping import Stepping
 from rose.backends.step_settings import RoseSettings, read_settings
 from rose.backends.turn_lock import TurnLock
-from rose.coserving.ledger import Ledger
+from rose.coserving.ledger import Ledger, RolloutState
 from rose.policies.admission import Budget, Mode
 
 
@@ -248,6 +248,28 @@ def test_serving_hears_of_prompts_first_and_takes_them_into_the_step(tmp_path: P
     assert batch is not None
     assert {req.rid for req in batch.reqs} == {"a", "late"}
     other.close()
+    stepping.control.close()
+
+
+def test_a_prompt_ends_serving_s_courtesy(tmp_path: Path) -> None:
+    """Serving leaves the device to a rollout that wants it for long; a prompt that comes meanwhile is served at once."""
+    clock = PacedClock.create(tmp_path / "clock", k=1.0)
+    settings = settings_for(tmp_path, "serving")
+    lend(tmp_path, Mode.SLO)
+    scheduler, inbox = Scheduler(), list[Any]()
+    stepping: Any = stepping_for(scheduler, settings, inbox)
+    scheduler.run(Req("a", max_new_tokens=100))
+    step(scheduler, stepping)
+    ledger, begun_s = Ledger.attach(tmp_path / "ledger"), clock.now()
+    ledger.publish_rollout(RolloutState(wants_until_s=begun_s + 1000.0, step_s=1e-3, num_running=1))
+    assert ledger.serving().deadline_s > begun_s + 0.06, "there is nothing to give away"
+    prompt = threading.Timer(0.01, inbox.append, [Req("b")])
+    prompt.start()
+    built_s: list[float] = []
+    step(scheduler, stepping, after=lambda: built_s.append(clock.now()))
+    prompt.join()
+    assert ledger.arrivals().num_arrived == 1
+    assert 0.009 < built_s[0] - begun_s < 0.05
     stepping.control.close()
 
 
