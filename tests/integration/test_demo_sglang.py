@@ -12,13 +12,13 @@ import pytest
 for _library in ("torch", "gymnasium", "matplotlib", "vllm"):
     pytest.importorskip(_library, reason=f"{_library} is not installed: pip install 'rose-rl[demo]'")
 
-from sglang_real import ROOT, SHIM, sglang_python
 from sglang_server_process import write_distribution
 
 from rose.observe.live import LiveView
 from rose.reference import arms
 from rose.reference.demo import run_demo
 from rose.reference.demo_config import DemoConfig
+from sglang_real import ROOT, SHIM, sglang_python
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900)]
 
