@@ -74,7 +74,7 @@ class SglangServer:
         command = [str(find_python()), "-m", "sglang.launch_server", "--model-path", str(model), "--port", str(port)]
         command += [*_FLAGS, "--tp-size", str(tp_size), *flags]
         with log.open("wb") as out:
-            process = subprocess.Popen(
+            process = subprocess.Popen(  # noqa: ASYNC220 - takes no time
                 command, env=_environment(folder, tp_size, launcher), stdout=out, stderr=out, start_new_session=True
             )
         server = cls(process, f"http://127.0.0.1:{port}", log)
@@ -117,9 +117,11 @@ class SglangServer:
             async with self._session.request(method, self.url + path, **kwargs) as answer:
                 text = await answer.text()
         except (aiohttp.ClientError, OSError) as error:
-            raise EngineLostError(f"{path}: {error!r}") from error
+            message = f"{path}: {error!r}"
+            raise EngineLostError(message) from error
         if answer.status != 200:
-            raise EngineError(f"{path} answered {answer.status}: {text}")
+            message = f"{path} answered {answer.status}: {text}"
+            raise EngineError(message)
         try:
             return json.loads(text) if text else None
         except ValueError:

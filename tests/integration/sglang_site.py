@@ -205,7 +205,7 @@ async def _wait_until_up(server: Server) -> None:
     give_up_s = time.monotonic() + _STARTS_IN_S
     while time.monotonic() < give_up_s:
         if not server.is_alive():
-            message = f"the server ended at its start: {server.log.read_text()[-3000:]}"
+            message = f"the server ended at its start: {server.log.read_text()[-20_000:]}"
             raise EngineLostError(message)
         try:
             await server.http.get("/server_info")
@@ -213,7 +213,7 @@ async def _wait_until_up(server: Server) -> None:
             await asyncio.sleep(0.25)
         else:
             return
-    message = f"the server was not up in {_STARTS_IN_S:.0f} s: {server.log.read_text()[-3000:]}"
+    message = f"the server was not up in {_STARTS_IN_S:.0f} s: {server.log.read_text()[-20_000:]}"
     raise TimeoutError(message)
 
 

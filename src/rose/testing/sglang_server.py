@@ -7,7 +7,8 @@ Needs the extra ``http``. What it has of the real one's dangers:
 * While paused ``/v1/loads`` is as it was before, ``/health`` hangs, requests wait in the front, and an abort of a request that is kept takes effect
   when the pause ends.
 * An abort names the beginning of a request's name. One that comes while the request waits in the front is lost, and so are all later ones.
-* The abort of a request that waits repeats its last token and all of its log-probs.
+* The abort of a request that waits repeats its last token and all of its log-probs, or breaks the connection (``drops_aborts``): without a
+  tokenizer the real server fails over one that it would join with tokens that are not sent yet.
 * Stop ids are ignored together with the model's end token. Seeds are ignored.
 """
 
@@ -33,6 +34,7 @@ from rose.types import EngineRequest, EngineSnapshot, FinishReason, RequestId, S
 _RESERVED_TOKENS = 6  # of the model's length, which SGLang keeps to itself
 _BAD_REQUEST = 400
 _TAGS = ("kv_cache", "weights", "cuda_graph")
+_COMMANDS = ("set_kv_budget", "set_gate", "sleep", "wake")
 _FINISH = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 
 
@@ -64,6 +66,7 @@ class SglangServer:
         engine: Makes the tokens.
         is_incremental: Whether events carry what is new (``--incremental-streaming-output``), not everything so far.
         has_package: Whether ROSE's package answers ``/set_internal_state``.
+        drops_aborts: Whether aborts of requests that wait break the connection.
 
     Attributes:
         bodies: The decoded bodies of the requests that were asked for, in order.
@@ -71,12 +74,19 @@ class SglangServer:
         died: Why the engine has ended; ``None`` while it lives.
     """
 
-    def __init__(self, engine: FakeEngine, *, is_incremental: bool = True, has_package: bool = False) -> None:
+    def __init__(
+        self,
+        engine: FakeEngine,
+        *,
+        is_incremental: bool = True,
+        has_package: bool = False,
+        drops_aborts: bool = False,
+    ) -> None:
         self.bodies: list[Mapping[str, Any]] = []
         self.calls: list[str] = []
         self.died: str | None = None
         self._engine = engine
-        self._is_incremental, self._has_package = is_incremental, has_package
+        self._is_incremental, self._has_package, self._drops_aborts = is_incremental, has_package, drops_aborts
         self._requests: dict[str, _Request] = {}
         self._paused: str | None = None
         self._released: set[str] = set()
@@ -218,6 +228,8 @@ class SglangServer:
             return web.json_response({"object": "error", "message": "3 validation errors:\n"}, status=_BAD_REQUEST)
         await self._to_scheduler()
         command = given.pop("command")
+        if command not in _COMMANDS:
+            return web.json_response([False])
         try:
             self._answers[command] = await self._carried_out(command, given)
         except RoseError as error:
@@ -298,6 +310,8 @@ class SglangServer:
             async with aclosing(chunks):
                 async for chunk in chunks:
                     await self._to_scheduler()
+                    if self._drops_aborts and self._paused == "retract" and chunk.finish_reason is FinishReason.ABORTED:
+                        raise ConnectionResetError
                     await response.write(_encoded(self._event(one, chunk, has_logprobs=body["return_logprob"])))
         except RequestRefusedError as error:
             await response.write(_encoded(_error(str(error))))

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -117,6 +118,7 @@ class LaunchedSglang(SglangEngine):
                     start_new_session=True,
                 )
         except OSError as error:
+            shutil.rmtree(folder, ignore_errors=True)
             message = f"engine {self.engine_id} did not start: {error}"
             raise EngineLostError(message) from error
         self._end = asyncio.create_task(self._watch_process(self._keeper), name=f"end of {self.engine_id}")

@@ -4,6 +4,7 @@ Invariants:
 
 * A stream ends once: by the server's last event, by ``cut``, or by an error.
 * What came before a cut is handed out.
+* A connection that breaks under a request that was aborted has ended it: SGLang fails over some aborts of requests that wait.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ class Stream:
                 if status != OK:
                     refusal = await self._answer.read()
         except (aiohttp.ClientError, OSError) as error:  # a TimeoutError among them
-            if not self._was_cut():
+            if not self._was_ended():
                 raise client.lost(error) from error
         finally:
             self._scope = None
@@ -81,7 +82,7 @@ class Stream:
             raise refused_request(status, refusal)
 
     async def next(self, client: SglangClient) -> bytes:
-        """Return what came next; nothing once it was cut.
+        """Return what came next; nothing once it was cut, or the connection ended after an abort.
 
         Raises:
             EngineError: The connection ended before the stream did.
@@ -92,10 +93,10 @@ class Stream:
         try:
             data = await self._answer.content.readany()
         except (aiohttp.ClientError, OSError) as error:
-            if self._was_cut():
+            if self._was_ended():
                 return b""
             raise client.lost(error) from error
-        if not data and not self._was_cut():
+        if not data and not self._was_ended():
             message = (
                 f"engine {self.engine_id} broke a stream off after {self.num_tokens} tokens: the connection was closed without a finish "
                 "reason"
@@ -103,9 +104,9 @@ class Stream:
             raise EngineError(message)
         return data
 
-    def _was_cut(self) -> bool:
-        """Return whether it is cut by now; somebody else may have done that meanwhile."""
-        return self._is_cut
+    def _was_ended(self) -> bool:
+        """Return whether it was cut or aborted by now; somebody else may have done that meanwhile."""
+        return self._is_cut or self.is_aborted
 
     def cut(self) -> None:
         """Close the connection, upon which the server drops the request wherever it is."""

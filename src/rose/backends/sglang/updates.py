@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Coroutine, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
 
 import attrs
 
@@ -24,6 +24,7 @@ from rose.transfer.layout import TargetLayout
 from rose.transfer.sums import engine_sums
 from rose.types import Activation, WeightUpdate, WeightVersion
 
+_T = TypeVar("_T")
 _PATH = "/weights_checker"
 _COMMAND_PREFIX = "rose "
 _FIRST_POLL_S, _LAST_POLL_S, _POLL_GROWTH = 0.005, 0.1, 1.5
@@ -163,7 +164,8 @@ class SglangUpdates:
             layout = await self.target_layout()
             found = await self._finish("sums")
         ranks = [
-            [(name, ShardSpec(offset=tuple(o), shape=tuple(s)), (a, b)) for name, o, s, (a, b) in rows] for rows in found
+            [(name, ShardSpec(offset=tuple(o), shape=tuple(s)), (a, b)) for name, o, s, (a, b) in rows]
+            for rows in found
         ]
         return engine_sums(ranks, {spec.name: spec for spec in layout.tensors})
 
@@ -215,7 +217,8 @@ class SglangUpdates:
         except RoseError as error:
             if "Unsupported action" not in str(error):
                 raise
-            raise EngineUnsupportedError(f"the server cannot be updated: {_HOW_TO_INSTALL}") from error
+            message = f"the server cannot be updated: {_HOW_TO_INSTALL}"
+            raise EngineUnsupportedError(message) from error
         return _read_answer(str(reply.get("message", "")), command, self._num_ranks)
 
 
@@ -242,7 +245,7 @@ def _parse(label: str | None) -> WeightVersion | None:
     return None if label is None else WeightVersion.parse(label)
 
 
-async def _to_the_end(work: Any) -> Any:
+async def _to_the_end(work: Coroutine[Any, Any, _T]) -> _T:
     """Await something that must not be left half done; a cancellation takes effect afterwards."""
     task = asyncio.ensure_future(work)
     try:

@@ -43,9 +43,7 @@ class Contained:
 CONTAINED = {
     "begin_weight_update": Contained(output="BeginWeightUpdateReqOutput", has_barrier=True, is_write=False),
     "end_weight_update": Contained(output="EndWeightUpdateReqOutput", has_barrier=True, is_write=False),
-    "update_weights_from_tensor": Contained(
-        output="UpdateWeightsFromTensorReqOutput", has_barrier=True, is_write=True
-    ),
+    "update_weights_from_tensor": Contained(output="UpdateWeightsFromTensorReqOutput", has_barrier=True, is_write=True),
     "update_weights_from_ipc": Contained(output="UpdateWeightsFromIPCReqOutput", has_barrier=True, is_write=True),
     "update_weights_from_distributed": Contained(
         output="UpdateWeightsFromDistributedReqOutput", has_barrier=False, is_write=True

@@ -35,6 +35,11 @@ class SglangCalls:
     make_room: Callable[[Any, int], Any]
 
 
+def aborts(recv_req: Any, req: Any) -> bool:
+    """Return whether an abort is meant for a request, by SGLang's own rule: ids are prefixes."""
+    return bool(recv_req.abort_all) or str(req.rid).startswith(recv_req.rid)
+
+
 def end_requests(scheduler: Any, reqs: list[Any], message: str | None, calls: SglangCalls) -> None:
     """End live requests; ``message`` is that of their ``abort``, ``None`` where each has been given its own reason already."""
     for req in reqs:

@@ -16,7 +16,7 @@ from typing import Any
 
 from rose.backends.sglang_server import prefixes
 from rose.backends.sglang_server.rank import RankModel, RankWeights
-from rose.backends.sglang_server.weights import Answer, EngineWeights, Gather, attempt
+from rose.backends.sglang_server.weights import Answer, EngineWeights, Gather
 
 COMMAND_PREFIX = "rose "
 """What the ``action`` of a weight command starts with."""

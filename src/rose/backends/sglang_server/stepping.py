@@ -27,7 +27,7 @@ from typing import Any
 import attrs
 
 from rose.backends.sglang_server.agreement import Ranks, Word
-from rose.backends.sglang_server.endings import EVICTED, REFUSED, SglangCalls, end_aborted, end_requests
+from rose.backends.sglang_server.endings import EVICTED, REFUSED, SglangCalls, aborts, end_aborted, end_requests
 from rose.backends.sglang_server.inputs import InputWatch, is_prompt
 from rose.backends.sglang_server.kv_reserve import KvReserve
 from rose.backends.sglang_server.steps import SglangSteps, longest_tokens, running, waiting
@@ -195,8 +195,13 @@ class Stepping:
             self.control.note_admitted(req)
 
     def abort(self, recv_req: Any, abort: Callable[[Any], None]) -> None:
-        """Let SGLang abort requests, and tell the ledger of those that are over."""
+        """Let SGLang abort requests, and tell the ledger of those that are over.
+
+        Retracted ones, which wait with tokens, are ended here: SGLang's own word on a waiting request repeats its last token.
+        """
         before = {req.rid for req in self._requests() if req.to_finish is None}
+        retracted = [req for req in self.scheduler.waiting_queue if len(req.output_ids) and aborts(recv_req, req)]
+        end_requests(self.scheduler, retracted, recv_req.abort_message or "Aborted", self._calls)
         abort(recv_req)
         after = {req.rid for req in self._requests() if req.to_finish is None}
         for request_id in before - after:

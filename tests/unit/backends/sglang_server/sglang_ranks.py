@@ -111,7 +111,8 @@ class Ranks:
         if path != "/weights_checker":
             return {"success": True}
         if not body["action"].startswith("rose "):
-            raise EngineError(f"Unsupported action={body['action']!r}")
+            message = f"Unsupported action={body['action']!r}"
+            raise EngineError(message)
         return {"success": True, "message": self.answer(body["action"].removeprefix("rose "))[0]}
 
     async def get(self, path: str) -> Mapping[str, Any]:
@@ -149,7 +150,11 @@ def write_checkpoint(folder: Path, full: Mapping[str, Any]) -> None:
     header, data = {}, b""
     for spec in SPECS:
         raw = full[spec.name].tobytes()
-        header[spec.name] = {"dtype": "BF16", "shape": list(spec.shape), "data_offsets": [len(data), len(data) + len(raw)]}
+        header[spec.name] = {
+            "dtype": "BF16",
+            "shape": list(spec.shape),
+            "data_offsets": [len(data), len(data) + len(raw)],
+        }
         data += raw
     head = json.dumps(header).encode()
     (folder / "model.safetensors").write_bytes(len(head).to_bytes(8, "little") + head + data)

@@ -129,7 +129,9 @@ class Scheduler:
         self.chunked_prefill_size, self.max_prefill_tokens, self.truncation_align_size = 2048, 16384, None
         self.is_mixed_chunk = False
         self.is_generation = True
-        self.running_batch, self.last_batch, self.chunked_req = Batch(), None, None
+        self.running_batch = Batch()
+        self.last_batch: Batch | None = None
+        self.chunked_req: Any = None
         self._pending_chunked_abort_req = None
         self.waiting_queue: list[Req] = []
         self.grammar_manager = SimpleNamespace(grammar_queue=[])

@@ -44,7 +44,7 @@ def poll(ranks: Ranks) -> list[Any]:
         if all("error" in answer or answer["value"]["is_done"] for answer in answers):
             return answers
         time.sleep(0.002)
-    raise AssertionError("never done")
+    pytest.fail("never done")
 
 
 def stage(ranks: Ranks) -> list[Any]:
@@ -131,7 +131,7 @@ def test_a_rank_that_fails_half_way_fences_all(two: Ranks, monkeypatch: pytest.M
     sink = two.ranks[1]._opened.sink  # type: ignore[union-attr]
 
     def broken(*_: Any) -> None:
-        raise OSError("no more")
+        raise OSError
 
     with monkeypatch.context() as patched:
         patched.setattr(sink, "write_dense", broken)

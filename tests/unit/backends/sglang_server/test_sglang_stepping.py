@@ -118,6 +118,21 @@ def test_what_is_aborted_behind_a_closed_gate_ends_at_once() -> None:
     assert stepping.num_kv_tokens_used == 0
 
 
+def abort_of(request_id: str) -> SimpleNamespace:
+    return SimpleNamespace(rid=request_id, abort_all=False, abort_message=None)
+
+
+def test_a_retracted_request_ends_without_its_last_token_again() -> None:
+    """SGLang's own abort of a waiting request sends its last token once more."""
+    scheduler = Scheduler()
+    stepping = stepping_for(scheduler)
+    scheduler.waiting_queue = [Req("r1", output=3), Req("r2"), Req("other", output=2)]
+    left: list[str] = []
+    stepping.abort(abort_of("r"), lambda _: left.extend(req.rid for req in scheduler.waiting_queue))
+    assert scheduler.sent == [("r1", "Aborted")]
+    assert left == ["r2", "other"], "the rest is SGLang's matter"
+
+
 def test_a_pause_wins_over_an_open_gate_and_inputs_are_served() -> None:
     scheduler = Scheduler()
     stepping = stepping_for(scheduler)
@@ -249,7 +264,7 @@ def test_serving_counts_each_arrival_once_as_admitted_or_lost(tmp_path: Path) ->
     ledger = Ledger.attach(tmp_path / "ledger")
     assert (ledger.arrivals().num_arrived, ledger.serving().num_admitted) == (1, 1)
     assert ledger.serving().num_waiting == 1
-    stepping.abort(SimpleNamespace(rid="good"), lambda _: scheduler.waiting_queue.remove(good))
+    stepping.abort(abort_of("good"), lambda _: scheduler.waiting_queue.remove(good))
     stepping.control.publish(stepping)
     assert ledger.serving().num_waiting == 1, "the health check still waits"
     stepping.control.close()

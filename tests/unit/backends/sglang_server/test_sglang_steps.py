@@ -20,7 +20,7 @@ def test_a_prefill_batch_is_its_new_tokens() -> None:
     scheduler = Scheduler()
     whole = Req("a", prompt=50, extend_end=50, extend_len=40)
     chunk = Req("b", prompt=300, extend_end=128, extend_len=64)
-    scheduler.chunked_req = chunk  # type: ignore[assignment] # a stand-in's
+    scheduler.chunked_req = chunk
     shape = SglangSteps().measure(engine(scheduler), Batch("extend", whole, chunk))
     assert shape == StepShape(
         num_prefill_tokens=104,
@@ -48,7 +48,7 @@ def test_requests_of_the_last_prefill_run_although_they_are_not_merged_yet() -> 
     scheduler = Scheduler()
     scheduler.run(Req("a"))
     chunked = Req("c", prompt=300, extend_end=64)
-    scheduler.chunked_req = chunked  # type: ignore[assignment] # a stand-in's
+    scheduler.chunked_req = chunked
     scheduler.last_batch = Batch("extend", Req("b", prompt=4, output=1), chunked, Req("over", finished_reason="length"))
     assert [req.rid for req in running(scheduler)] == ["a", "b", "c"]
     outlook = SglangSteps().outlook(engine(scheduler))
@@ -83,7 +83,7 @@ def test_serving_s_load() -> None:
     scheduler.run(Req("d", prompt=4, output=2))
     scheduler.run(Req("gone", prompt=4, output=2, to_finish="abort"))
     chunked = Req("c", prompt=300, extend_end=64)
-    scheduler.chunked_req = chunked  # type: ignore[assignment] # a stand-in's
+    scheduler.chunked_req = chunked
     scheduler.waiting_queue = [Req("w"), Req("retracted", output=5)]
     load = SglangSteps().serving_load(engine(scheduler), 10, is_decode=False)
     assert load.waiting_ids == ("w", "retracted", "c")
