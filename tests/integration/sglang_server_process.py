@@ -17,7 +17,6 @@ from typing import Any, Self
 
 import aiohttp
 
-from rose.backends.sglang_server.lifeline import LAUNCHER, launcher_mark
 from rose.errors import EngineError, EngineLostError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -64,7 +63,7 @@ class SglangServer:
     @classmethod
     @contextlib.asynccontextmanager
     async def started(
-        cls, model: Path, folder: Path, *, tp_size: int = 1, flags: Sequence[str] = (), launcher: str | None = None
+        cls, model: Path, folder: Path, *, tp_size: int = 1, flags: Sequence[str] = ()
     ) -> AsyncIterator[Self]:
         """Give a server that answers; it is ended afterwards."""
         with socket.socket() as free:
@@ -75,7 +74,7 @@ class SglangServer:
         command += [*_FLAGS, "--tp-size", str(tp_size), *flags]
         with log.open("wb") as out:
             process = subprocess.Popen(  # noqa: ASYNC220 - takes no time
-                command, env=_environment(folder, tp_size, launcher), stdout=out, stderr=out, start_new_session=True
+                command, env=_environment(folder, tp_size), stdout=out, stderr=out, start_new_session=True
             )
         server = cls(process, f"http://127.0.0.1:{port}", log)
         try:
@@ -133,14 +132,13 @@ class SglangServer:
         return await self.post("/generate", {"input_ids": list(prompt), "sampling_params": sampling, **more})
 
 
-def _environment(folder: Path, tp_size: int, launcher: str | None) -> dict[str, str]:
+def _environment(folder: Path, tp_size: int) -> dict[str, str]:
     paths = [str(ROOT / "src"), str(find_shim()), str(write_distribution(folder / "distribution"))]
     mine = {
         "PYTHONPATH": os.pathsep.join(paths),
         "SGLANG_USE_CPU_ENGINE": "1",
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
-        LAUNCHER: launcher or launcher_mark(),
     }
     if tp_size > 1:
         mine["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(rank) for rank in range(tp_size))

@@ -7,7 +7,6 @@ import base64
 import contextlib
 import pickle
 import random
-import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ from sglang_server_process import SglangServer, find_python
 
 from rose.backends.memory import MemoryTransport
 from rose.backends.sglang.updates import SglangUpdates
-from rose.backends.sglang_server.lifeline import launcher_mark
 from rose.errors import (
     CorruptUpdateError,
     EngineBusyError,
@@ -133,7 +131,7 @@ def put(site: Site, key: str, blob: bytes) -> None:
 
 @pytest.mark.parametrize("tp_size", [1, 2], ids=["tp1", "tp2"])
 async def test_updated_server_equals_a_fresh_one_on_the_trainers_checkpoint(tmp_path: Path, tp_size: int) -> None:
-    """After sparse and dense updates: every tensor, SGLang's own checksums and greedy tokens. The fresh one ends with its launcher."""
+    """After sparse and dense updates: every tensor, SGLang's own checksums and greedy tokens."""
     model = make_model(tmp_path)
     codecs = []
     async with SglangServer.started(model, tmp_path, tp_size=tp_size) as server:
@@ -152,16 +150,11 @@ async def test_updated_server_equals_a_fresh_one_on_the_trainers_checkpoint(tmp_
     assert codecs == ["sparse", "sparse", "dense", "sparse"]
     assert tokens != before, "were the weights of no effect on tokens, equal tokens would prove nothing"
 
-    launcher = await asyncio.create_subprocess_exec(sys.executable, "-c", "import time; time.sleep(3600)")
     saved = site.trainer.save(tmp_path / "saved")
-    mark = launcher_mark(launcher.pid)
-    async with SglangServer.started(saved, tmp_path, tp_size=tp_size, launcher=mark) as server:
+    async with SglangServer.started(saved, tmp_path, tp_size=tp_size) as server:
         fresh = Site(server, saved, tp_size)
         assert await fresh.updates.server_checksums() == checksums
         assert await fresh.greedy() == tokens
-        launcher.kill()
-        await launcher.wait()
-        await asyncio.wait_for(asyncio.to_thread(server.process.wait), 20)
 
 
 async def test_a_dense_load_of_the_same_weights_has_the_same_checksums(site: Site, tmp_path: Path) -> None:

@@ -24,8 +24,8 @@ from typing import Any, cast
 import attrs
 from aiohttp import web
 
-from rose.backends.remote.wire import error_to_wire
-from rose.errors import EngineBusyError, RequestRefusedError, RoseError
+from rose.backends.sglang_server.wire import COMMAND_PREFIX, PATH
+from rose.errors import EngineBusyError, RequestRefusedError, RoseError, TransferError
 from rose.hosts.http.server import Place, bind, served
 from rose.interfaces.serving import PauseMode
 from rose.testing.engine import FakeEngine
@@ -34,7 +34,6 @@ from rose.types import EngineRequest, EngineSnapshot, FinishReason, RequestId, S
 _RESERVED_TOKENS = 6  # of the model's length, which SGLang keeps to itself
 _BAD_REQUEST = 400
 _TAGS = ("kv_cache", "weights", "cuda_graph")
-_COMMANDS = ("set_kv_budget", "set_gate", "sleep", "wake")
 _FINISH = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 
 
@@ -65,7 +64,7 @@ class SglangServer:
     Args:
         engine: Makes the tokens.
         is_incremental: Whether events carry what is new (``--incremental-streaming-output``), not everything so far.
-        has_package: Whether ROSE's package answers ``/set_internal_state``.
+        has_package: Whether ROSE's plugin is there, as far as steps and memory go; it takes no weights.
         drops_aborts: Whether aborts of requests that wait break the connection.
 
     Attributes:
@@ -91,7 +90,6 @@ class SglangServer:
         self._paused: str | None = None
         self._released: set[str] = set()
         self._load_before_pause: EngineSnapshot | None = None
-        self._answers: dict[str, Any] = {}
         self._goes_on = asyncio.Event()
         self._goes_on.set()
 
@@ -116,7 +114,7 @@ class SglangServer:
                 web.post("/pause_generation", self._pause),
                 web.post("/continue_generation", self._continue),
                 web.post("/flush_cache", self._flush),
-                web.post("/set_internal_state", self._set_internal_state),
+                web.post(PATH, self._check_weights),
                 web.post("/release_memory_occupation", self._release_memory),
                 web.post("/resume_memory_occupation", self._resume_memory),
             ]
@@ -154,7 +152,7 @@ class SglangServer:
             "enable_priority_scheduling": False,
             "schedule_low_priority_values_first": False,
             "enable_deterministic_inference": False,
-            "internal_states": [{"rose": self._answers} if self._has_package else {}],
+            "internal_states": [{}],
         }
         return web.json_response(info)
 
@@ -222,31 +220,34 @@ class SglangServer:
         await self._engine.reset_prefix_cache()
         return web.Response(text="Cache flushed.\nPlease check backend logs for more details.\n")
 
-    async def _set_internal_state(self, request: web.Request) -> web.Response:
-        given = (await request.json())["server_args"].get("rose")
-        if not self._has_package or given is None:
-            return web.json_response({"object": "error", "message": "3 validation errors:\n"}, status=_BAD_REQUEST)
+    async def _check_weights(self, request: web.Request) -> web.Response:
+        action = (await request.json())["action"]
         await self._to_scheduler()
-        command = given.pop("command")
-        if command not in _COMMANDS:
-            return web.json_response([False])
+        if not self._has_package or not action.startswith(COMMAND_PREFIX):
+            refusal = {"success": False, "message": f"Unsupported action={action!r}"}
+            return web.json_response(refusal, status=_BAD_REQUEST)
+        given = json.loads(action.removeprefix(COMMAND_PREFIX))
         try:
-            self._answers[command] = await self._carried_out(command, given)
+            answer: dict[str, Any] = {"value": await self._carried_out(given.pop("command"), given)}
         except RoseError as error:
-            self._answers[command] = error_to_wire(error)
-        return web.json_response([True])
+            answer = {"error": [type(error).__name__, str(error)]}
+        return web.json_response({"success": True, "message": json.dumps({"ranks": [answer]}), "ranks": []})
 
-    async def _carried_out(self, command: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    async def _carried_out(self, command: str, given: Mapping[str, Any]) -> Any:
         engine = self._engine
         if command == "set_kv_budget":
-            return {"num_tokens": await engine.set_kv_budget(given["num_tokens"])}
+            return await engine.set_kv_budget(given["num_tokens"])
         if command == "set_gate":
             await engine.set_gate(is_open=given["is_open"])
-            return {}
+            return given["is_open"]
         if command == "sleep":
-            return attrs.asdict(await engine.sleep(keeps_weights=given["keeps_weights"]))
-        woken = await engine.wake()
-        return {"is_stale": woken.is_stale, "restored_bytes": woken.restored_bytes}
+            slept = await engine.sleep(keeps_weights=given["keeps_weights"])
+            return {"num_requests": slept.num_evicted, "released_bytes": slept.released_bytes}
+        if command == "wake":
+            woken = await engine.wake()
+            return {"weight_bytes": None if woken.is_stale else woken.restored_bytes}
+        message = f"unknown command {command!r}"
+        raise TransferError(message)
 
     async def _release_memory(self, request: web.Request) -> web.Response:
         tags = (await request.json()).get("tags") or _TAGS
@@ -345,7 +346,7 @@ class SglangServer:
         return self._told(one, ids, rows if has_logprobs else None, finish)
 
     def _told(self, one: _Request, ids: Any, logprobs: Any, finish: dict[str, Any] | None) -> dict[str, Any]:
-        meta = {
+        meta: dict[str, Any] = {
             "id": one.rid,
             "finish_reason": finish,
             "weight_version": one.labels[-1] if one.labels else self._label,

@@ -24,12 +24,10 @@ from rose.types import WeightVersion
 
 
 def test_facts_of_a_server():
-    found = read_facts({**INFO, "internal_states": [{"rose": {"set_gate": {}}}, {}]})
+    found = read_facts({**INFO, "internal_states": [{}, {}]})
     assert found.max_context_tokens == 506
     assert found.kv_total_tokens == 2 * 4096
     assert found.num_ranks == 2
-    assert found.rose == ({"set_gate": {}},)
-    assert read_facts(INFO).rose == ()
 
 
 def test_another_start_has_another_name():

@@ -53,3 +53,23 @@ class SglangClient:
     async def close(self) -> None:
         """Close the connections, which ends what is under way. Idempotent; later calls find the engine lost."""
         await self._connections.close()
+
+
+class PatientHttp:
+    """The server's routes for updates, which may wait for the model.
+
+    Args:
+        client: The connections.
+        timeout_s: How long one call may take.
+    """
+
+    def __init__(self, client: SglangClient, timeout_s: float) -> None:
+        self._client, self._timeout_s = client, timeout_s
+
+    async def post(self, path: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Send a command; see ``SglangClient.post``."""
+        return await self._client.post(path, body, timeout_s=self._timeout_s)
+
+    async def get(self, path: str) -> Mapping[str, Any]:
+        """Read something; see ``SglangClient.post``."""
+        return await self._client.get(path, timeout_s=self._timeout_s)

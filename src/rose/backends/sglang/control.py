@@ -11,10 +11,6 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from rose.backends.remote.wire import error_from_wire
 from rose.backends.sglang.client import SglangClient
 from rose.backends.sglang.facts import (
     VOCABULARY_PROBE,
@@ -25,15 +21,11 @@ from rose.backends.sglang.facts import (
     read_vocabulary,
     vocabulary_of_checkpoint,
 )
-from rose.errors import ConfigError, EngineBusyError, EngineError, EngineUnsupportedError
+from rose.errors import ConfigError, EngineBusyError, EngineError
 from rose.interfaces.serving import PauseMode
 from rose.types import EngineId
 
 _FLUSH_S = 0.5  # the scheduler needs a moment to notice that the last request has ended
-NO_PACKAGE = (
-    "ROSE's package is not loaded in the server of engine {engine_id}; install rose-rl into the environment that SGLang runs in (its plugin is "
-    "found by itself) and start the server again"
-)
 
 
 class SglangControl:
@@ -129,21 +121,3 @@ class SglangControl:
                 raise
             message = f"engine {self._engine_id} runs requests, and SGLang drops cached prefixes only without; try again later"
             raise EngineBusyError(message) from error
-
-    async def rose_call(self, command: str, **arguments: Any) -> Mapping[str, Any]:
-        """Give ROSE's package in the server a command; returns its answer, that of the first rank.
-
-        Raises:
-            EngineUnsupportedError: The server has no such package, or one that does not know the command.
-            RoseError: What the package answers.
-        """
-        if not (await self.beat()).rose:
-            raise EngineUnsupportedError(NO_PACKAGE.format(engine_id=self._engine_id))
-        await self._client.post("/set_internal_state", {"server_args": {"rose": {"command": command, **arguments}}})
-        answer = next((told[command] for told in (await self.beat()).rose if command in told), None)
-        if answer is None:
-            message = f"ROSE's package in the server of engine {self._engine_id} does not know {command}; install this release there"
-            raise EngineUnsupportedError(message)
-        if isinstance(answer, Mapping) and "error" in answer:
-            raise error_from_wire(answer)
-        return answer if isinstance(answer, Mapping) else {"answer": answer}

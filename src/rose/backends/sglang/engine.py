@@ -17,7 +17,6 @@ import logging
 import math
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
-from typing import Any
 
 import attrs
 
@@ -331,11 +330,18 @@ class SglangEngine(ServingEngine):
 
     async def set_kv_budget(self, num_tokens: int) -> int:
         """Set the KV budget in engine tokens; returns the one in force. See ``SupportsKvBudget``."""
-        return int((await self._rose("set_kv_budget", num_tokens=num_tokens))["num_tokens"])
+        self._check_alive()
+        return await commands.set_kv_budget(self._client, num_tokens)
 
     async def set_gate(self, *, is_open: bool) -> None:
         """Open or close the step gate. See ``SupportsStepGate``."""
-        await self._rose("set_gate", is_open=is_open)
+        self._check_alive()
+        await commands.set_gate(self._client, is_open=is_open)
+
+    async def set_running_cap(self, num_requests: int) -> int:
+        """Cap the requests that run at a time; those above a lowered cap go on. Returns the cap."""
+        self._check_alive()
+        return await commands.set_running_cap(self._client, num_requests)
 
     async def reset_prefix_cache(self) -> None:
         """Drop every cached prefix. See ``SupportsPrefixReset``.
@@ -352,14 +358,15 @@ class SglangEngine(ServingEngine):
             start_s = time.perf_counter()
             if self._is_asleep:
                 return Slept(num_evicted=0, released_bytes=0, sleep_s=0.0)
+            self._check_alive()
             self._is_asleep = True
             try:
-                answer = await to_the_end(self._rose("sleep", keeps_weights=keeps_weights))
+                answer = await to_the_end(commands.sleep(self._client, keeps_weights=keeps_weights))
             except RoseError:
                 self._is_asleep = False
                 raise
             return Slept(
-                num_evicted=int(answer["num_evicted"]),
+                num_evicted=int(answer["num_requests"]),
                 released_bytes=int(answer["released_bytes"]),
                 sleep_s=time.perf_counter() - start_s,
             )
@@ -367,28 +374,25 @@ class SglangEngine(ServingEngine):
     async def wake(self) -> Woken:
         """Activate the engine again. See ``SupportsSleep``."""
         async with self._weights.lock:
-            start_s = time.perf_counter()
-            answer: Mapping[str, Any] = {"restored_bytes": 0, "is_stale": self._weights.is_fenced}
+            start_s, restored_bytes = time.perf_counter(), 0
+            self._check_alive()
             if self._is_asleep:
-                answer = await to_the_end(self._rose("wake"))
+                found = (await to_the_end(commands.wake(self._client)))["weight_bytes"]
                 self._is_asleep = False
-                self._weights.is_fenced = bool(answer["is_stale"])
+                restored_bytes = found or 0
+                if found is None:
+                    await self._weights.lose()
             return Woken(
-                version=None if self._weights.is_fenced else self._weights.version,
+                version=self._weights.version,
                 is_stale=self._weights.is_fenced,
-                restored_bytes=int(answer["restored_bytes"]),
+                restored_bytes=restored_bytes,
                 wake_s=time.perf_counter() - start_s,
             )
 
-    async def step_log(self, since_s: float = float("-inf")) -> list[list[float]]:
+    async def step_log(self, since_s: float = -math.inf) -> list[list[float]]:
         """Return the turns of the device since then. See ``SupportsStepLog``."""
         self._check_alive()
-        rows = await commands.step_log(self._client, None if since_s == float("-inf") else since_s)
-        return [[math.nan if value is None else value for value in row] for row in rows]
-
-    async def _rose(self, command: str, **arguments: Any) -> Mapping[str, Any]:
-        self._check_alive()
-        return await self._control.rose_call(command, **arguments)
+        return await commands.step_log(self._client, since_s)
 
     # Whether it may be used
 

@@ -39,7 +39,6 @@ class ServerFacts:
         has_priorities: Requests are ordered by priority.
         is_low_first: A lower priority goes first.
         has_seeds: A request's seed reaches the sampler.
-        rose: What ROSE's package inside the server says, one a replica; empty where it is not installed there.
     """
 
     start: str
@@ -53,7 +52,6 @@ class ServerFacts:
     has_priorities: bool
     is_low_first: bool
     has_seeds: bool
-    rose: tuple[Mapping[str, Any], ...] = ()
 
 
 @attrs.frozen(kw_only=True)
@@ -73,7 +71,6 @@ def read_facts(info: Mapping[str, Any]) -> ServerFacts:
     """
     try:
         states = [state for state in info["internal_states"] if isinstance(state, Mapping)]
-        rose = tuple(state["rose"] for state in states if isinstance(state.get("rose"), Mapping))
         return ServerFacts(
             start=json.dumps(info.get("startup_time"), sort_keys=True),
             release=str(info["version"]),
@@ -86,7 +83,6 @@ def read_facts(info: Mapping[str, Any]) -> ServerFacts:
             has_priorities=bool(info["enable_priority_scheduling"]),
             is_low_first=bool(info["schedule_low_priority_values_first"]),
             has_seeds=bool(info["enable_deterministic_inference"]) or any(state.get(_HAS_SEEDS) for state in states),
-            rose=rose,
         )
     except (KeyError, TypeError, ValueError) as error:
         message = (

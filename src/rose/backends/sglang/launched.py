@@ -31,7 +31,6 @@ from rose.interfaces import Clock
 _LOOK_S = 0.25
 _END_S = 10.0
 _TAIL_CHARS = 2000
-_LAUNCHER = "ROSE_SGLANG_LAUNCHER"
 
 
 class LaunchedSglang(SglangEngine):
@@ -104,7 +103,6 @@ class LaunchedSglang(SglangEngine):
         self.url = f"http://127.0.0.1:{port}"
         self._connect()
         environment = self.options.server_environment(os.environ)
-        environment[_LAUNCHER] = _mark(os.getpid())
         folder = environment["TMPDIR"] = tempfile.mkdtemp(prefix="rose-sglang-")
         self._log = Path(self.options.log_path or tempfile.mkstemp(prefix="rose-sglang-", suffix=".log")[1])
         try:
@@ -175,9 +173,3 @@ class LaunchedSglang(SglangEngine):
 def _free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as place:
         return int(place.getsockname()[1])
-
-
-def _mark(pid: int) -> str:
-    """Return how ROSE's package in the server knows this process: its id and when it started."""
-    ticks = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()[19]
-    return f"{pid}:{ticks}"

@@ -10,14 +10,15 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Coroutine, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import attrs
 
-from rose.backends.vllm.wire import activation_from_wire, unwrap, update_to_wire
-from rose.errors import EngineError, EngineLostError, EngineUnsupportedError, RoseError
+from rose.backends.sglang.calls import Http, call
+from rose.backends.sglang_server.wire import PATH
+from rose.backends.vllm.wire import activation_from_wire, update_to_wire
+from rose.errors import EngineError
 from rose.interfaces.trainer import ShardSpec
 from rose.transfer.kernels import Sum
 from rose.transfer.layout import TargetLayout
@@ -25,23 +26,7 @@ from rose.transfer.sums import engine_sums
 from rose.types import Activation, WeightUpdate, WeightVersion
 
 _T = TypeVar("_T")
-_PATH = "/weights_checker"
-_COMMAND_PREFIX = "rose "
 _FIRST_POLL_S, _LAST_POLL_S, _POLL_GROWTH = 0.005, 0.1, 1.5
-_HOW_TO_INSTALL = (
-    "it does not run ROSE's plugin, which takes new weights: install rose-rl in the server's environment and start the "
-    "server again (where SGLANG_PLUGINS is set, it must list 'rose')"
-)
-
-
-class Http(Protocol):
-    """Calls of one server; failures are ROSE's errors."""
-
-    async def post(self, path: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Send a body, return the answer's."""
-
-    async def get(self, path: str) -> Mapping[str, Any]:
-        """Return the answer's body."""
 
 
 @attrs.frozen(kw_only=True)
@@ -177,7 +162,7 @@ class SglangUpdates:
 
     async def server_checksums(self) -> Sequence[Mapping[str, str]]:
         """Return SGLang's own digests of the live parameters, fused and cut as they are, one mapping a rank."""
-        answer = await self._http.post(_PATH, {"action": "checksum"})
+        answer = await self._http.post(PATH, {"action": "checksum"})
         return [dict(rank["checksums"]) for rank in answer["ranks"]]
 
     async def _activate(self, *, is_verified: bool, keeps_kv: bool) -> Activation:
@@ -209,36 +194,11 @@ class SglangUpdates:
 
     async def _call(self, command: str, **given: Any) -> dict[str, Any]:
         """Send a command; returns the answer with each rank's value under ``ranks``."""
-        action = _COMMAND_PREFIX + json.dumps({"command": command, **given})
-        try:
-            reply = await self._http.post(_PATH, {"action": action})
-        except (EngineLostError, TimeoutError):
-            raise
-        except RoseError as error:
-            if "Unsupported action" not in str(error):
-                raise
-            message = f"the server cannot be updated: {_HOW_TO_INSTALL}"
-            raise EngineUnsupportedError(message) from error
-        return _read_answer(str(reply.get("message", "")), command, self._num_ranks)
-
-
-def _read_answer(text: str, command: str, num_ranks: int) -> dict[str, Any]:
-    """Return an answer with the values of its ranks.
-
-    Raises:
-        RoseError: What a rank answered instead of a value; what only some ranks answered comes from the first of them.
-    """
-    try:
-        answer = json.loads(text)
-        ranks = list(answer["ranks"])
-    except (ValueError, TypeError, KeyError) as error:
-        message = f"the server's answer to {command} is none of ROSE's plugin: {text[:200]!r}"
-        raise EngineError(message) from error
-    values = [unwrap(one) for one in sorted(ranks, key=lambda one: "error" not in one)]
-    if len(values) != num_ranks:
-        message = f"{len(values)} ranks answered {command}, the engine was said to have {num_ranks}"
-        raise EngineError(message)
-    return {**answer, "ranks": values}
+        answer = await call(self._http, command, **given)
+        if len(answer["ranks"]) != self._num_ranks:
+            message = f"{len(answer['ranks'])} ranks answered {command}, the engine was said to have {self._num_ranks}"
+            raise EngineError(message)
+        return answer
 
 
 def _parse(label: str | None) -> WeightVersion | None:

@@ -18,10 +18,10 @@ from collections.abc import Awaitable, Callable, Mapping
 
 import attrs
 
-from rose.backends.sglang.client import SglangClient
+from rose.backends.sglang.client import PatientHttp, SglangClient
 from rose.backends.sglang.control import SglangControl
 from rose.backends.sglang.facts import read_label
-from rose.backends.sglang.weights import PatientHttp, WeightUpdates, open_updates
+from rose.backends.sglang.updates import SglangUpdates
 from rose.errors import RoseError
 from rose.interfaces.serving import PauseMode
 from rose.types import Activation, WeightUpdate, WeightVersion
@@ -59,14 +59,14 @@ class ServerWeights:
         self.lock = asyncio.Lock()
         self._client, self._control = client, control
         self._labels, self._timeout_s, self._on_fenced = labels, timeout_s, on_fenced
-        self._updates: WeightUpdates | None = None
+        self._updates: SglangUpdates | None = None
         self._start = ""
 
     def hear(self, label: object) -> None:
         """Take over the label that the server shows."""
         self.version = None if self.is_fenced else read_label(label, self._labels)
 
-    async def updates(self) -> WeightUpdates:
+    async def updates(self) -> SglangUpdates:
         """Return what carries updates, prepared for this start of the server.
 
         Raises:
@@ -74,7 +74,7 @@ class ServerWeights:
         """
         facts = await self._control.beat()
         if self._updates is None or self._start != facts.start:
-            updates = open_updates(PatientHttp(self._client, self._timeout_s), facts.num_ranks)
+            updates = SglangUpdates(PatientHttp(self._client, self._timeout_s), facts.num_ranks)
             known = read_label(await self._control.weight_label(), self._labels)
             state = await updates.begin(None if known is None else str(known))
             self.is_fenced, self.version = state.is_fenced, state.version
@@ -111,7 +111,12 @@ class ServerWeights:
                 await self._control.resume()
         return attrs.evolve(activation, pause_s=time.perf_counter() - paused_at_s)
 
-    async def _learn(self, updates: WeightUpdates) -> None:
+    async def lose(self) -> None:
+        """Note that the weights are gone: only an anchor brings them to a version again."""
+        await (await self.updates()).fence()
+        self.is_fenced, self.version = True, None
+
+    async def _learn(self, updates: SglangUpdates) -> None:
         """Find out whether something that failed has left the weights unknown."""
         with contextlib.suppress(RoseError):
             if (await updates.state()).is_fenced and not self.is_fenced:

@@ -10,6 +10,7 @@ scheduler that cannot be stepped from here (overlapped, pipelined, disaggregated
 from __future__ import annotations
 
 import json
+import logging
 import os
 import pkgutil
 from collections.abc import Callable
@@ -17,11 +18,10 @@ from functools import partial
 from typing import Any, Protocol
 
 from rose.backends.sglang_server.agreement import Ranks
-from rose.backends.sglang_server.commands import KEY, Commands
+from rose.backends.sglang_server.commands import ATTRIBUTE, Commands
 from rose.backends.sglang_server.endings import SglangCalls
 from rose.backends.sglang_server.inputs import InputWatch
 from rose.backends.sglang_server.kv_reserve import held_tokens
-from rose.backends.sglang_server.memory_calls import contained_release, contained_resume
 from rose.backends.sglang_server.stepping import IDLE_POLL_S, Stepping
 from rose.backends.step_settings import RoseSettings, read_settings
 from rose.errors import ConfigError
@@ -33,6 +33,7 @@ _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _PARTS = "sglang.srt.managers.scheduler_components"
 
 
+_logger = logging.getLogger(__name__)
 _watches: dict[int, InputWatch] = {}
 """By receiver of requests, which takes no attribute; there is one in a process."""
 
@@ -48,7 +49,7 @@ def install(registry: HookRegistry) -> None:
     """Register the hooks in this process; called by the plug-in, in every process of the server.
 
     Raises:
-        SystemExit: The settings are wrong or this SGLang lacks a hooked function; a plain error would only be logged.
+        SystemExit: There are settings, and they are wrong or this SGLang lacks a hooked function; a plain error would only be logged.
     """
     from sglang.srt.plugins.hook_registry import HookType  # noqa: PLC0415 - only inside SGLang
 
@@ -57,6 +58,9 @@ def install(registry: HookRegistry) -> None:
         for target in _HOOKS:
             _check_target(target)
     except ConfigError as error:
+        if SETTINGS not in os.environ:  # a server that has nothing to do with ROSE
+            _logger.warning("ROSE's co-serving is off: %s", error)
+            return
         message = f"ROSE: {error}"
         raise SystemExit(message) from error
     for target, hook in _HOOKS.items():
@@ -130,7 +134,7 @@ def _attach(settings: RoseSettings, original: Any, scheduler: Any, *args: Any, *
             read_inputs=partial(type(receiver)._pull_raw_reqs.__wrapped__, receiver),  # noqa: SLF001 - what we hooked
         )
         _watches[id(receiver)] = stepping.inputs
-        scheduler.rose_commands = Commands(stepping, partial(_set_cap, scheduler))
+        setattr(scheduler, ATTRIBUTE, Commands(stepping, partial(_set_cap, scheduler)))
         scheduler.rose_stepping = stepping
     elif settings.device is not None:
         message = f"this SGLang scheduler cannot share a device: {problem}"
@@ -218,27 +222,6 @@ def _held_tokens(original: Any, observer: Any) -> int:
     return int(original(observer)) + held_tokens(observer.token_to_kv_pool_allocator)
 
 
-def _set_state(original: Any, scheduler: Any, recv_req: Any) -> Any:
-    """Take ROSE's commands out of a request for SGLang's own settings."""
-    from sglang.srt.managers.io_struct import SetInternalStateReqOutput  # noqa: PLC0415 - only inside SGLang
-
-    keys = [key for key in recv_req.server_args if key.startswith(KEY)]
-    commands: Commands | None = getattr(scheduler, "rose_commands", None)
-    if not keys or commands is None:
-        return original(scheduler, recv_req)
-    outcomes = [commands.take(key) for key in keys]
-    recv_req.server_args = {key: value for key, value in recv_req.server_args.items() if key not in keys}
-    answer = original(scheduler, recv_req)
-    return SetInternalStateReqOutput(updated=all(outcomes) and answer.updated)
-
-
-def _get_state(original: Any, scheduler: Any, recv_req: Any) -> Any:
-    answer = original(scheduler, recv_req)
-    if (commands := getattr(scheduler, "rose_commands", None)) is not None:
-        answer.internal_state["rose"] = commands.state()
-    return answer
-
-
 _HOOKS: dict[str, Callable[..., Any]] = {
     f"{_SCHEDULER}.get_next_batch_to_run": _next_batch,
     f"{_SCHEDULER}.run_batch": _run_batch,
@@ -248,10 +231,6 @@ _HOOKS: dict[str, Callable[..., Any]] = {
     f"{_SCHEDULER}.maybe_sleep_on_idle": _sleep_on_idle,
     f"{_SCHEDULER}._record_scheduler_state_for_paused_engine": _paused,
     f"{_SCHEDULER}.flush_cache": _flush,
-    f"{_SCHEDULER}.set_internal_state": _set_state,
-    f"{_SCHEDULER}.get_internal_state": _get_state,
     f"{_PARTS}.request_receiver.SchedulerRequestReceiver._pull_raw_reqs": _pull,
     f"{_PARTS}.pool_stats_observer.SchedulerPoolStatsObserver.session_held_tokens": _held_tokens,
-    f"{_PARTS}.weight_updater.SchedulerWeightUpdaterManager.release_memory_occupation": contained_release,
-    f"{_PARTS}.weight_updater.SchedulerWeightUpdaterManager.resume_memory_occupation": contained_resume,
 }

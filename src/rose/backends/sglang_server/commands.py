@@ -1,9 +1,4 @@
-"""Commands to a running SGLang engine, sent over its own HTTP routes.
-
-``POST /set_internal_state`` with ``{"server_args": {"rose:" + JSON: 1}}``, where the JSON is ``{"command": ..., "id": ..., ...}``:
-SGLang takes only numbers as values there, so the command is the key. ``GET /server_info`` then has
-``internal_states[i]["rose"]``: under each command's name the answer to the last call of it, ``{"id": ..., "value": ...}`` or
-``{"id": ..., "error": ...}``, and always, made when it is asked for, ``rose_snapshot`` (a plain table).
+"""Commands to the step loop of a running SGLang engine; ``rose.backends.sglang_server.wire`` says how they come.
 
 | command | arguments | value |
 |---|---|---|
@@ -11,7 +6,7 @@ SGLang takes only numbers as values there, so the command is the key. ``GET /ser
 | ``set_gate`` | ``is_open`` | ``is_open``; a step that runs already is not stopped |
 | ``set_running_cap`` | ``num_requests`` | the cap; requests above a lowered one are not evicted |
 | ``rose_snapshot`` | | load, budget, pause, gate, what was released |
-| ``sleep`` | ``keeps_weights`` | ``num_requests`` that ended as evicted, ``weight_bytes`` of rank 0 |
+| ``sleep`` | ``keeps_weights`` | ``num_requests`` that ended as evicted, ``released_bytes`` of rank 0 |
 | ``wake`` | | ``weight_bytes`` of rank 0 that are what they were, or null |
 | ``step_log`` | ``since_s`` | rows of ``StepRecord``'s values; not a number is null |
 | ``pacing_report`` | ``since_s`` | whether paced times may be believed; empty without a device |
@@ -23,7 +18,6 @@ and changes nothing.
 from __future__ import annotations
 
 import json
-import logging
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -32,50 +26,66 @@ import attrs
 
 from rose.backends.sglang_server import memory_calls
 from rose.backends.sglang_server.stepping import Stepping
+from rose.backends.sglang_server.wire import attempt
+from rose.errors import EngineUnsupportedError
 
-KEY = "rose:"
-"""Begin of the key that carries a command."""
+ATTRIBUTE = "rose_commands"
+"""Of SGLang's scheduler: its ``Commands``, where it can be stepped."""
 
-_ONE_READ = frozenset({"step_log"})
-_logger = logging.getLogger(__name__)
+NAMES = frozenset(
+    {
+        "set_kv_budget",
+        "set_gate",
+        "set_running_cap",
+        "rose_snapshot",
+        "sleep",
+        "wake",
+        "step_log",
+        "pacing_report",
+    }
+)
+
+
+def find(text: str) -> tuple[str, dict[str, Any]] | None:
+    """Return name and arguments of a command, if it is one of these."""
+    try:
+        arguments = dict(json.loads(text))
+    except (TypeError, ValueError):
+        return None
+    name = arguments.pop("command", None)
+    return (name, arguments) if isinstance(name, str) and name in NAMES else None
+
+
+def answer(scheduler: Any, name: str, arguments: Mapping[str, Any]) -> str:
+    """Carry a command out on one scheduler; never raises. Returns the answer."""
+
+    def run() -> Any:
+        commands: Commands | None = getattr(scheduler, ATTRIBUTE, None)
+        if commands is None:
+            message = (
+                "this SGLang scheduler cannot be stepped by ROSE; start the server with --disable-overlap-schedule"
+            )
+            raise EngineUnsupportedError(message)
+        return plain(commands.run(name, arguments))
+
+    return json.dumps({"ranks": [attempt(run)]})
 
 
 class Commands:
-    """Carries commands out on one scheduler and keeps their answers."""
+    """Carries commands out on one scheduler."""
 
     def __init__(self, stepping: Stepping, set_cap: Callable[[int], int]) -> None:
         """Command ``stepping``; ``set_cap`` sets SGLang's cap of running requests."""
         self._stepping = stepping
         self._set_cap = set_cap
-        self._answers: dict[str, dict[str, Any]] = {}
 
-    def take(self, key: str) -> bool:
-        """Carry out the command in a key of ``server_args``; returns whether it could be."""
-        name, answer = "?", {}
-        try:
-            arguments = dict(json.loads(key.removeprefix(KEY)))
-            name, answer = str(arguments.pop("command", "?")), {"id": arguments.pop("id", None)}
-            answer["value"] = plain(self._run(name, arguments))
-        except Exception as error:  # noqa: BLE001 - a wrong command must not end the engine
-            _logger.warning("command %s failed: %s", name, error)
-            answer["error"] = f"{type(error).__name__}: {error}"
-        self._answers[name] = answer
-        return "value" in answer
+    def run(self, name: str, arguments: Mapping[str, Any]) -> Any:
+        """Carry out one of ``NAMES``; returns its value.
 
-    def state(self) -> dict[str, Any]:
-        """Return the answers for ``internal_states``; long ones are given once."""
-        answers = {name: answer for name, answer in self._answers.items() if name != "rose_snapshot"}
-        for name in _ONE_READ & set(self._answers):
-            del self._answers[name]
-        return {**answers, "rose_snapshot": plain(snapshot(self._stepping))}
-
-    def _run(self, name: str, arguments: Mapping[str, Any]) -> Any:
-        command = getattr(self, f"_do_{name}", None)
-        if command is None:
-            names = sorted(attr.removeprefix("_do_") for attr in dir(self) if attr.startswith("_do_"))
-            message = f"there is no command {name!r}; there are {', '.join(names)}"
-            raise ValueError(message)
-        return command(**arguments)
+        Raises:
+            ValueError, TypeError: The arguments are wrong.
+        """
+        return getattr(self, f"_do_{name}")(**arguments)
 
     def _do_set_kv_budget(self, num_tokens: int) -> int:
         return self._stepping.set_kv_budget(_whole("num_tokens", num_tokens))

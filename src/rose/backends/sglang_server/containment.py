@@ -18,7 +18,7 @@ from typing import Any
 import attrs
 
 from rose.backends.sglang_server import hooks
-from rose.backends.sglang_server.weights import Answer, attempt
+from rose.backends.sglang_server.wire import REFUSAL_QUESTION, Answer, attempt
 from rose.errors import EngineError
 
 _TAGS = ("kv_cache", "weights", "cuda_graph")
@@ -163,7 +163,7 @@ async def tell_refusal(original: Callable[..., Any], tokenizer: Any, request: An
     from sglang.srt.managers.io_struct import CheckWeightsReqInput  # noqa: PLC0415 - only in SGLang's processes
 
     await original(tokenizer, request, *args)
-    _, refusal, _, _ = await tokenizer.check_weights(CheckWeightsReqInput(action=hooks.REFUSAL_QUESTION))
+    _, refusal, _, _ = await tokenizer.check_weights(CheckWeightsReqInput(action=REFUSAL_QUESTION))
     if refusal:
         raise ValueError(refusal)
 

@@ -14,15 +14,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rose.backends.sglang_server import prefixes
+from rose.backends.sglang_server import commands, prefixes
 from rose.backends.sglang_server.rank import RankModel, RankWeights
-from rose.backends.sglang_server.weights import Answer, EngineWeights, Gather
-
-COMMAND_PREFIX = "rose "
-"""What the ``action`` of a weight command starts with."""
-
-REFUSAL_QUESTION = "rose-memory-refusal"
-"""The ``action`` that is answered with why the last memory call was refused, once."""
+from rose.backends.sglang_server.weights import EngineWeights, Gather
+from rose.backends.sglang_server.wire import COMMAND_PREFIX, REFUSAL_QUESTION, Answer
 
 REFUSAL_ATTRIBUTE = "rose_memory_refusal"
 """Of SGLang's scheduler: why the last memory call was refused."""
@@ -80,17 +75,25 @@ class SchedulerLoop:
 
 
 def answer_command(original: Callable[..., Any], manager: Any, request: Any) -> Any:
-    """Around ``check_weights``: carry a weight command out."""
+    """Around ``check_weights``: carry a command out."""
     from sglang.srt.managers.io_struct import CheckWeightsReqOutput  # noqa: PLC0415 - only in SGLang's processes
 
     if request.action == REFUSAL_QUESTION:
         text = str(getattr(manager.scheduler, REFUSAL_ATTRIBUTE, ""))
         setattr(manager.scheduler, REFUSAL_ATTRIBUTE, "")
     elif request.action.startswith(COMMAND_PREFIX):
-        text = weights_of(manager).answer(request.action.removeprefix(COMMAND_PREFIX))
+        text = _carry_out(manager, request.action.removeprefix(COMMAND_PREFIX))
     else:
         return original(manager, request)
     return CheckWeightsReqOutput(success=True, message=text)
+
+
+def _carry_out(manager: Any, text: str) -> str:
+    """Carry out a command, of the step loop or else of the weights; returns its answer."""
+    found = commands.find(text)
+    if found is None:
+        return weights_of(manager).answer(text)
+    return commands.answer(manager.scheduler, *found)
 
 
 def key_request(original: Callable[..., Any], scheduler: Any, request: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,7 +1,6 @@
-"""Sleep and wake of an SGLang engine, and its memory calls made safe.
+"""Sleep and wake of an SGLang engine.
 
-SGLang ends the engine when memory is released while requests run, or resumed although it was not released. Here the first is
-refused and the second does nothing. What leaves the device is SGLang's own matter: with ``--enable-memory-saver`` on a GPU the
+What leaves the device is SGLang's own matter: with ``--enable-memory-saver`` on a GPU the
 bytes do; without it the calls only keep the books.
 
 Invariants: asleep, there is no request, every KV slot is held back, and both tags are released; awake, neither is by us.
@@ -9,7 +8,6 @@ Invariants: asleep, there is no request, every KV slot is held back, and both ta
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 from rose.backends.sglang_server.stepping import Stepping
@@ -17,8 +15,6 @@ from rose.errors import EngineError
 
 TAGS = ("weights", "kv_cache")
 """What sleep releases, in the order in which waking brings it back."""
-
-_logger = logging.getLogger(__name__)
 
 
 def fall_asleep(stepping: Stepping, *, keeps_weights: bool) -> dict[str, Any]:
@@ -29,7 +25,8 @@ def fall_asleep(stepping: Stepping, *, keeps_weights: bool) -> dict[str, Any]:
         keeps_weights: Note sums of the weights, so that waking can tell whether they are what they were.
 
     Returns:
-        How many requests ended, and the bytes of weights on this rank.
+        ``num_requests`` that ended, and ``released_bytes``: weights and KV memory of this rank that left the device, which SGLang does with
+        its memory saver only.
     """
     scheduler = stepping.scheduler
     stepping.is_asleep = True
@@ -40,7 +37,8 @@ def fall_asleep(stepping: Stepping, *, keeps_weights: bool) -> dict[str, Any]:
     if keeps_weights and "weights" not in released(scheduler):
         stepping.weight_sums = _sums(scheduler)
     _call(scheduler, "release", [tag for tag in reversed(TAGS) if tag not in released(scheduler)])
-    return {"num_requests": num_requests, "weight_bytes": _weight_bytes(scheduler)}
+    num_bytes = _weight_bytes(scheduler) + _kv_bytes(scheduler) if scheduler.server_args.enable_memory_saver else 0
+    return {"num_requests": num_requests, "released_bytes": num_bytes}
 
 
 def wake(stepping: Stepping) -> dict[str, Any]:
@@ -61,34 +59,6 @@ def wake(stepping: Stepping) -> dict[str, Any]:
 def released(scheduler: Any) -> set[str]:
     """Return the tags whose memory is released now."""
     return set(scheduler.weight_updater.offload_tags)
-
-
-def contained_release(original: Any, manager: Any, recv_req: Any) -> Any:
-    """[HOOK] Release only what is there, and only while no request runs."""
-    from sglang.srt.constants import GPU_MEMORY_ALL_TYPES  # noqa: PLC0415 - only inside SGLang
-    from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqOutput  # noqa: PLC0415 - only inside SGLang
-
-    tags = [tag for tag in recv_req.tags or GPU_MEMORY_ALL_TYPES if tag not in manager.offload_tags]
-    is_paused = manager.scheduler is not None and manager.scheduler._engine_paused  # noqa: SLF001 - SGLang's own state
-    if not manager.is_fully_idle(ignore_waiting=is_paused):
-        _logger.warning("memory was not released: requests run; pause with mode 'retract' first")
-        return ReleaseMemoryOccupationReqOutput()
-    if not tags:
-        return ReleaseMemoryOccupationReqOutput()
-    recv_req.tags = tags
-    return original(manager, recv_req)
-
-
-def contained_resume(original: Any, manager: Any, recv_req: Any) -> Any:
-    """[HOOK] Resume only what is released."""
-    from sglang.srt.constants import GPU_MEMORY_ALL_TYPES  # noqa: PLC0415 - only inside SGLang
-    from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqOutput  # noqa: PLC0415 - only inside SGLang
-
-    tags = [tag for tag in recv_req.tags or GPU_MEMORY_ALL_TYPES if tag in manager.offload_tags]
-    if not tags:
-        return ResumeMemoryOccupationReqOutput()
-    recv_req.tags = tags
-    return original(manager, recv_req)
 
 
 def _call(scheduler: Any, verb: str, tags: list[str]) -> None:
@@ -117,3 +87,7 @@ def _sums(scheduler: Any) -> Any:
 def _weight_bytes(scheduler: Any) -> int:
     model = scheduler.tp_worker.model_runner.model
     return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+
+
+def _kv_bytes(scheduler: Any) -> int:
+    return int(sum(scheduler.token_to_kv_pool_allocator.get_kvcache().get_kv_size_bytes()))

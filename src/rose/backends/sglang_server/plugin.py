@@ -1,15 +1,12 @@
 """ROSE's SGLang plugin (entry point ``sglang.srt.plugins``), loaded in every process of every SGLang server of the environment.
 
-Most of those have nothing to do with ROSE, so registering adds only: weight commands and errors that do not end the engine. Cached
-prefixes are parted by the weights that made them from the first weight update on.
+Most of those have nothing to do with ROSE, so registering adds only: commands, errors that do not end the engine, and a step loop that can be held.
+Cached prefixes are parted by the weights that made them from the first weight update on; steps are held once the engine is told to share a device.
 """
 
 from __future__ import annotations
 
-import os
-
-from rose.backends.sglang_server import containment, hooks, seeds
-from rose.backends.sglang_server.lifeline import LAUNCHER, tie_to_launcher
+from rose.backends.sglang_server import co_serving, containment, hooks, seeds
 
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
@@ -34,6 +31,4 @@ def register() -> None:
     for target, hook in around.items():
         HookRegistry.register(target, hook, HookType.AROUND)
     seeds.install(HookRegistry)
-    mark = os.environ.get(LAUNCHER)
-    if mark:
-        tie_to_launcher(mark)
+    co_serving.install(HookRegistry)

@@ -27,13 +27,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from rose.backends.sglang_server.rank import RankWeights
+from rose.backends.sglang_server.wire import Answer, attempt
 from rose.backends.vllm.wire import activation_to_wire, update_from_wire
-from rose.errors import EngineFencedError, RoseError, TransferError
+from rose.errors import EngineFencedError, TransferError
 
 FENCED = "rose-fenced"
 """The label of weights that are no version."""
 
-Answer = dict[str, Any]
 Gather = Callable[[Answer], Sequence[Answer]]
 """Gives what every rank gave, in the order of ranks; all ranks call it alike."""
 
@@ -165,17 +165,6 @@ class EngineWeights:
         if not self._is_labelled_fenced:
             self._is_labelled_fenced = True
             self._loop.label(FENCED)
-
-
-def attempt(work: Callable[[], Any]) -> Answer:
-    """Return the answer of some work: its value, or its error as plain data."""
-    try:
-        return {"value": work()}
-    except RoseError as error:
-        return {"error": [type(error).__name__, str(error)]}
-    except Exception as error:  # the root of a command: an exception that leaves it would end the engine
-        _logger.exception("a weight command failed")
-        return {"error": ["EngineError", f"{type(error).__name__}: {error}"]}
 
 
 def _parse(text: str) -> tuple[dict[str, Any], Answer | None]:

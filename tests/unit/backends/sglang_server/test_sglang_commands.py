@@ -1,4 +1,4 @@
-"""Commands to an SGLang engine: both halves of them, over a stand-in of the server's two routes."""
+"""Commands to an SGLang engine: both halves of them, over a stand-in of the server's route."""
 
 from __future__ import annotations
 
@@ -13,37 +13,41 @@ import pytest
 from sglang_stand_in import Req, Scheduler, stepping_for
 
 from rose.backends.sglang import commands
+from rose.backends.sglang.calls import call
 from rose.backends.sglang_server.co_serving import settings_from, why_not
-from rose.backends.sglang_server.commands import KEY, Commands, plain
+from rose.backends.sglang_server.commands import ATTRIBUTE, Commands, answer, find, plain
+from rose.backends.sglang_server.wire import COMMAND_PREFIX, PATH
 from rose.errors import ConfigError, EngineError, EngineUnsupportedError
 
 
 @attrs.define
 class Server:
-    """The two routes of a server with one rank."""
+    """The route of commands of a server with one rank."""
 
     scheduler: Scheduler = attrs.field(factory=Scheduler)
-    rose: Any = attrs.field(init=False)
     caps: list[int] = attrs.field(factory=list)
     has_plugin: bool = True
+    is_stepped: bool = True
 
     def __attrs_post_init__(self) -> None:
         def set_cap(num: int) -> int:
             self.caps.append(num)
             return num
 
-        self.rose = Commands(stepping_for(self.scheduler), set_cap)
+        if self.is_stepped:
+            setattr(self.scheduler, ATTRIBUTE, Commands(stepping_for(self.scheduler), set_cap))
 
     async def post(self, path: str, body: Mapping[str, Any]) -> Any:
-        assert path == "/set_internal_state"
-        assert all(isinstance(value, int) for value in body["server_args"].values()), "SGLang takes numbers only"
-        outcomes = [self.rose.take(key) for key in body["server_args"] if key.startswith(KEY)]
-        return [self.has_plugin and all(outcomes)]
+        assert path == PATH
+        if not self.has_plugin:
+            message = "Unsupported action='rose'"
+            raise EngineError(message)
+        found = find(body["action"].removeprefix(COMMAND_PREFIX))
+        text = "{}" if found is None else answer(self.scheduler, *found)
+        return {"success": True, "message": json.dumps(json.loads(text), allow_nan=False)}
 
     async def get(self, path: str) -> Any:
-        assert path == "/server_info"
-        state = {"rose": self.rose.state()} if self.has_plugin else {}
-        return json.loads(json.dumps({"internal_states": [state]}, allow_nan=False))
+        raise AssertionError(path)
 
 
 async def test_commands_reach_the_engine_and_their_values_come_back() -> None:
@@ -61,44 +65,29 @@ async def test_a_wrong_command_is_an_error_here_and_changes_nothing_there() -> N
     server = Server()
     before = await commands.rose_snapshot(server)
     for name, arguments, message in (
-        ("frob", {}, "there is no command 'frob'; there are pacing_report,"),
         ("set_gate", {"is_open": 1}, "is_open is true or false, not 1"),
         ("set_kv_budget", {"num_tokens": True}, "num_tokens is a whole number"),
         ("set_kv_budget", {"num_tokens": -1}, "num_tokens is a whole number"),
         ("set_kv_budget", {}, "num_tokens"),
     ):
         with pytest.raises(EngineError, match=message):
-            await commands.rose_call(server, name, **arguments)
+            await call(server, name, **arguments)
     assert await commands.rose_snapshot(server) == before
-    assert not server.rose.take(KEY + "no json")
 
 
-async def test_another_client_s_answer_is_not_taken_for_one_s_own() -> None:
-    server = Server()
-    answers = iter([{"id": "other", "value": 1}])
+@pytest.mark.parametrize("text", ["no json", "[1]", "3", '{"command": "open"}', '{"command": ["wake"]}', "{}"])
+def test_what_is_no_command_of_the_step_loop_is_left_to_others(text: str) -> None:
+    assert find(text) is None
 
-    class Late(Server):
-        async def get(self, path: str) -> Any:
-            info = await super().get(path)
-            stale = next(answers, None)
-            if stale is not None:
-                info["internal_states"][0]["rose"]["set_kv_budget"] = stale
-            return info
 
-    late = Late(server.scheduler)
-    assert await commands.set_kv_budget(late, 7) == 7
+async def test_a_server_that_cannot_be_stepped_says_so() -> None:
+    with pytest.raises(EngineUnsupportedError, match="--disable-overlap-schedule"):
+        await commands.set_gate(Server(is_stepped=False), is_open=True)
 
 
 async def test_a_server_without_the_plugin_says_what_to_do() -> None:
     with pytest.raises(EngineUnsupportedError, match="install rose-rl"):
         await commands.set_gate(Server(has_plugin=False), is_open=True)
-
-
-async def test_a_long_answer_is_given_once() -> None:
-    server = Server()
-    server.rose.take(KEY + json.dumps({"command": "step_log", "id": "x"}))
-    assert "step_log" in (await server.get("/server_info"))["internal_states"][0]["rose"]
-    assert "step_log" not in (await server.get("/server_info"))["internal_states"][0]["rose"]
 
 
 async def test_the_snapshot_counts_requests_and_memory() -> None:

@@ -41,7 +41,9 @@ def gather(monkeypatch: pytest.MonkeyPatch, *others: Any) -> list[Any]:
 
 
 def manager(**fields: Any) -> Any:
-    return SimpleNamespace(tp_cpu_group=None, _session=object(), scheduler=SimpleNamespace(_engine_paused=False), **fields)
+    return SimpleNamespace(
+        tp_cpu_group=None, _session=object(), scheduler=SimpleNamespace(_engine_paused=False), **fields
+    )
 
 
 def failing(_manager: Any, _request: Any) -> Any:
