@@ -175,6 +175,9 @@ async def _start_engines(
         fleet.serving_specs(config, models), load, clock_path=Path(fleet.clock.path), vocab_size=SERVING_VOCAB
     )
     stack.push_async_callback(site.close)
+    fleet.clock.unfreeze()
+    await site.warm_up()
+    fleet.clock.freeze()
     progress.phase("starting rollout engines")
     await fleet.start(config, models)
     return site

@@ -139,6 +139,7 @@ def _make_sglang(spec: EngineSpec, clock: Clock) -> LaunchedSglang:
         max_running_requests=spec.max_requests,
         max_total_tokens=spec.kv_tokens,
         is_deterministic=True,
+        has_warm_up=spec.rose.get("role") != "serving",  # whose steps wait for the modelled clock
         timeout_s=_SGLANG_TIMEOUT_S,
         server_args=(
             *("--chunked-prefill-size", str(chunk)),

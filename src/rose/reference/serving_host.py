@@ -10,7 +10,8 @@ Requests (JSON lines, answered in order, see ``rose.reference.worker_process``)
     3. ``{"do": "progress"}`` answers the latest TTFTs and TPOTs.
     4. ``{"do": "stop"}`` ends the arm: requests in flight are cut off; answers every request that has a token, how long the
        others waited for their first one, and how many failed (those are in neither list).
-    5. ``{"do": "step_logs", "since_s": t}`` answers each engine's device turns since then.
+    5. ``{"do": "warm_up"}`` lets every engine make its first step, which takes longest; the clock must run.
+    6. ``{"do": "step_logs", "since_s": t}`` answers each engine's device turns since then.
 
 Invariants: times are the paced clock's, counted from the arm's start; token ids are drawn anew for every arm, so that no arm
 finds another's prefixes in the cache.
@@ -158,6 +159,9 @@ class _Host:
     async def handle(self, do: str, **arguments: Any) -> Any:
         return await getattr(self, f"do_{do}")(**arguments)
 
+    async def do_warm_up(self) -> None:
+        await asyncio.gather(*map(_first_token, self._engines))
+
     async def do_replay(self, label: str, arrivals: Sequence[Sequence[Arrival]], vocab_size: int) -> None:
         await self.do_stop()
         self._arm = _Replay(self._engines, self._clock, label, vocab_size)
@@ -175,6 +179,16 @@ class _Host:
 
     async def close(self) -> None:
         await asyncio.gather(*(engine.close() for engine in self._engines))
+
+
+async def _first_token(engine: FleetEngine) -> None:
+    request = EngineRequest(
+        request_id=RequestId(f"first-{engine.engine_id}"),
+        prompt_ids=(_FIRST_WORD,),
+        sampling=Sampling(max_tokens=1, temperature=0.0, ignore_eos=True, logprobs=False),
+    )
+    async for _ in engine.generate(request):
+        pass
 
 
 async def _lines() -> asyncio.StreamReader:

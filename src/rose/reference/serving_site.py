@@ -65,6 +65,10 @@ class ServingSite:
             raise
         return cls(process, load, vocab_size=vocab_size)
 
+    async def warm_up(self) -> None:
+        """Let every engine make its first step, which takes longest, before anybody measures; the modelled clock must run."""
+        await self._process.ask({"do": "warm_up"})
+
     async def begin(self, label: str) -> None:
         """Begin an arm: the load starts now. ``label`` chooses the prompts' token ids."""
         arrivals = [[attrs.astuple(arrival) for arrival in device] for device in self._load.by_device]

@@ -73,6 +73,14 @@ def test_sglang_is_told_tokens_and_has_room_for_the_longest_request(python):
     assert json.loads(settings) == {"role": "alone"}
 
 
+@pytest.mark.parametrize(("role", "has_warm_up"), [("alone", True), ("rollout", True), ("serving", False)])
+def test_a_serving_engine_whose_clock_stands_still_makes_no_token_at_its_start(role, has_warm_up, python):
+    spec = attrs.evolve(SPEC, kind="sglang", python=python, rose={"role": role})
+    engine = make_engine(spec, clock=ManualClock())
+    assert isinstance(engine, LaunchedSglang)
+    assert engine.options.has_warm_up is has_warm_up
+
+
 def test_a_missing_environment_is_one_clear_line(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "prefix", str(tmp_path / ".venv"))

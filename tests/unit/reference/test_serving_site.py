@@ -83,6 +83,12 @@ async def test_progress_is_the_p99_in_milliseconds():
     assert await nothing.progress() == (None, None)
 
 
+async def test_a_warm_up_is_the_hosts():
+    here, host = site()
+    await here.warm_up()
+    assert host.asked == [{"do": "warm_up"}]
+
+
 async def test_step_logs_and_close_reach_the_host():
     here, host = site(step_logs={"s0": [[1.0]]})
     assert await here.step_logs(3.0) == {"s0": [[1.0]]}

@@ -3,7 +3,7 @@
 Invariants:
 
 * The server lives no longer than this process: a keeper process ends it when the pipe to it closes, however this process ends.
-* Until the server has made a token, and from its end on, every call raises ``EngineLostError``.
+* Until the server has made a token (``SglangOptions.has_warm_up``), and from its end on, every call raises ``EngineLostError``.
 * A start that fails or is cancelled leaves no process behind.
 """
 
@@ -88,7 +88,8 @@ class LaunchedSglang(SglangEngine):
             async with asyncio.timeout(self.options.start_timeout_s):
                 await self._launch()
                 await self._until_up()
-                await self._warm_up()
+                if self.options.has_warm_up:
+                    await self._warm_up()
         except TimeoutError as error:
             message = f"engine {self.engine_id} did not start within {self.options.start_timeout_s} s: {self._tail()}"
             await self.close()

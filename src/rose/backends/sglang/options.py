@@ -41,6 +41,7 @@ class SglangOptions:
         environment: Further variables of the server's environment.
         server_args: Further arguments of ``sglang.launch_server``; they go before the others.
         log_path: The server's output; a file for temporary use when left out.
+        has_warm_up: Let a start include the model's first step, which may take seconds; an engine whose steps are held has none.
         timeout_s: How long a reading or a short command may take; a server that is silent for so long is lost.
         start_timeout_s: How long the start may take, the first step of the model included.
     """
@@ -60,6 +61,7 @@ class SglangOptions:
     environment: Mapping[str, str] = attrs.field(factory=dict)
     server_args: tuple[str, ...] = ()
     log_path: str | None = None
+    has_warm_up: bool = attrs.field(default=True, validator=checks.boolean())
     timeout_s: float = attrs.field(default=10.0, validator=checks.number(above=0))
     start_timeout_s: float = attrs.field(default=600.0, validator=checks.number(above=0))
 
