@@ -32,6 +32,12 @@ def test_facts_of_a_server():
     assert found.num_ranks == 2
 
 
+def test_a_server_has_seeds_by_itself_or_by_roses_package():
+    assert not read_facts(INFO).has_seeds
+    assert read_facts({**INFO, "enable_deterministic_inference": True}).has_seeds
+    assert read_facts({**INFO, "internal_states": [{"rose_has_seeds": True}]}).has_seeds
+
+
 def test_another_start_has_another_name():
     again = read_facts({**INFO, "startup_time": {"tokenizer_e2e": 10.6}})
     assert read_facts(INFO).start == read_facts(dict(INFO)).start != again.start

@@ -167,6 +167,16 @@ def test_options_become_an_environment(tmp_path):
     assert "SGLANG_USE_CPU_ENGINE" not in options(tmp_path, is_on_cpu=False).server_environment({})
 
 
+def test_seeds_reach_the_sampler_by_the_way_that_the_device_has(tmp_path):
+    flag, variable = "--enable-deterministic-inference", "ROSE_SGLANG_SEEDS"
+    on_cpu, on_gpu = (options(tmp_path, is_on_cpu=is_on_cpu, is_deterministic=True) for is_on_cpu in (True, False))
+    assert flag not in on_cpu.command(1)
+    assert on_cpu.server_environment({})[variable] == "1"
+    assert flag in on_gpu.command(1)
+    assert variable not in on_gpu.server_environment({})
+    assert options(tmp_path, is_on_cpu=True).server_environment({variable: "1"})[variable] == "0"
+
+
 def test_plain_data_becomes_options(tmp_path):
     given = {"engine_id": "s", "model": "m", "python": "p", "initial_version": {"run": "grpo", "n": 2}}
     engine = LaunchedSglang.from_options(given, clock=MonotonicClock())

@@ -121,6 +121,7 @@ class SglangOptions:
             found["SGLANG_USE_CPU_ENGINE"] = "1"
             found[_SEEDS] = str(int(self.is_deterministic))
             found.setdefault("OMP_NUM_THREADS", "1")
+            found.setdefault("TORCH_COMPILE_DISABLE", "1")  # the first sampled token would wait for a C++ compiler
             if self.tensor_parallel_size > 1:
                 num_cores = os.cpu_count() or 1
                 cores = [str(rank % num_cores) for rank in range(self.tensor_parallel_size)]
