@@ -107,10 +107,9 @@ async def sglang_server(
         folder,
         model,
         engine_id=name,
-        dtype="float32",
         tensor_parallel_size=ranks,
         max_total_tokens=None,
-        server_args=("--random-seed", "0", *flags),
+        server_args=("--dtype", "float32", "--random-seed", "0", *flags),
         environment={} if settings is None else {"ROSE_SGLANG_SETTINGS": json.dumps(settings)},
         has_warm_up=False,
     )
