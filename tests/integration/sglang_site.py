@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
-import os
-import socket
-import subprocess
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
@@ -16,66 +12,8 @@ from typing import Any
 import aiohttp
 import attrs
 
-from rose.errors import EngineLostError
-
-_ROOT = Path(__file__).parents[2]
-PYTHON = Path(os.environ.get("ROSE_SGLANG_PYTHON", str(_ROOT / ".venv-sglang" / "bin" / "python")))
-"""An interpreter that can import sglang."""
-
-_FLAGS = [
-    "--device",
-    "cpu",
-    "--attention-backend",
-    "torch_native",
-    "--sampling-backend",
-    "pytorch",
-    "--disable-cuda-graph",
-    "--skip-server-warmup",
-    "--dtype",
-    "float32",
-    "--skip-tokenizer-init",
-    "--incremental-streaming-output",
-    "--disable-overlap-schedule",
-    "--random-seed",
-    "0",
-    "--log-level",
-    "info",
-]
-_STARTS_IN_S = 240.0
-_PLUGIN = """
-def register():
-    from sglang.srt.plugins.hook_registry import HookRegistry
-    from rose.backends.sglang_server.co_serving import install
-    install(HookRegistry)
-"""
-_SHIM = {
-    "sgl_kernel/__init__.py": """
-def copy_all_layer_kv_cache_cpu(*args, **kwargs):
-    raise NotImplementedError
-def __getattr__(name):
-    if name.startswith("__"):
-        raise AttributeError(name)
-    return copy_all_layer_kv_cache_cpu
-""",
-    "sitecustomize.py": """
-import importlib.abc, importlib.util, sys
-class _Finder(importlib.abc.MetaPathFinder):
-    def find_spec(self, name, path, target=None):
-        if name != "torchvision":
-            return None
-        sys.meta_path.remove(self)
-        import torch
-        global _lib
-        _lib = torch.library.Library("torchvision", "DEF")
-        for op in ("nms", "qnms"):
-            _lib.define(op + "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-        return importlib.util.find_spec(name)
-sys.meta_path.insert(0, _Finder())
-""",
-    "rose_site_plugin.py": _PLUGIN,
-    "rose_site_plugin-0.1.0.dist-info/METADATA": "Metadata-Version: 2.1\nName: rose-site-plugin\nVersion: 0.1.0\n",
-    "rose_site_plugin-0.1.0.dist-info/entry_points.txt": "[sglang.srt.plugins]\nrose = rose_site_plugin:register\n",
-}
+from rose.backends.sglang import LaunchedSglang
+from sglang_real import make_options
 
 
 @attrs.define
@@ -111,7 +49,7 @@ class Server:
     """A running server."""
 
     http: Http
-    process: subprocess.Popen[bytes]
+    engine: LaunchedSglang
     log: Path
 
     async def stream(
@@ -148,33 +86,14 @@ class Server:
         async with self.http.session.post(f"{self.http.url}/{path}", json=body) as answer:
             assert answer.status == 200, await answer.text()
 
+    async def refused(self, path: str, why: str, **body: Any) -> None:
+        """Post what the server is to refuse."""
+        async with self.http.session.post(f"{self.http.url}/{path}", json=body) as answer:
+            assert answer.status == 400
+            assert why in await answer.text()
+
     def is_alive(self) -> bool:
-        return self.process.poll() is None
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def _environment(root: Path, settings: Mapping[str, Any] | None, ranks: int) -> dict[str, str]:
-    shim = root / "sglang-shim"
-    for name, text in _SHIM.items():
-        (shim / name).parent.mkdir(parents=True, exist_ok=True)
-        (shim / name).write_text(text)
-    environment = {
-        **{name: value for name, value in os.environ.items() if name not in {"PYTHONPATH", "VIRTUAL_ENV"}},
-        "PYTHONPATH": f"{_ROOT / 'src'}:{shim}",
-        "SGLANG_USE_CPU_ENGINE": "1",
-        "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": "1",
-    }
-    if settings is not None:
-        environment["ROSE_SGLANG_SETTINGS"] = json.dumps(settings)
-    if ranks > 1:
-        environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(rank) for rank in range(ranks))
-    return environment
+        return self.engine._lost is None
 
 
 @contextlib.asynccontextmanager
@@ -182,48 +101,24 @@ async def sglang_server(
     root: Path, model: Path, settings: Mapping[str, Any] | None, *flags: str, name: str = "sglang", ranks: int = 1
 ) -> AsyncIterator[Server]:
     """Start a server, wait until it answers, and end it."""
-    port, log = _free_port(), root / f"{name}.log"
-    command = [str(PYTHON), "-m", "sglang.launch_server", "--model-path", str(model), *_FLAGS, *flags]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--tp-size", str(ranks)]
-    with log.open("wb") as out:
-        process = subprocess.Popen(  # noqa: ASYNC220 - our own command line
-            command,
-            env=_environment(root, settings, ranks),
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+    folder = root / name
+    folder.mkdir(exist_ok=True)
+    options = make_options(
+        folder,
+        model,
+        engine_id=name,
+        dtype="float32",
+        tensor_parallel_size=ranks,
+        max_total_tokens=None,
+        server_args=("--random-seed", "0", *flags),
+        environment={} if settings is None else {"ROSE_SGLANG_SETTINGS": json.dumps(settings)},
+        has_warm_up=False,
+    )
+    engine = LaunchedSglang(options)
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=10)
     async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
-        server = Server(Http(f"http://127.0.0.1:{port}", session), process, log)
         try:
-            await _wait_until_up(server)
-            yield server
+            await engine.start()
+            yield Server(Http(engine.url, session), engine, folder / "server.log")
         finally:
-            await asyncio.to_thread(_end, process)
-
-
-async def _wait_until_up(server: Server) -> None:
-    give_up_s = time.monotonic() + _STARTS_IN_S
-    while time.monotonic() < give_up_s:
-        if not server.is_alive():
-            message = f"the server ended at its start: {server.log.read_text()[-20_000:]}"
-            raise EngineLostError(message)
-        try:
-            await server.http.get("/server_info")
-        except (aiohttp.ClientError, AssertionError):
-            await asyncio.sleep(0.25)
-        else:
-            return
-    message = f"the server was not up in {_STARTS_IN_S:.0f} s: {server.log.read_text()[-20_000:]}"
-    raise TimeoutError(message)
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the server and its children, which end with it."""
-    process.terminate()
-    try:
-        process.wait(20)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+            await engine.close()

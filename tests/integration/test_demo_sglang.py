@@ -12,13 +12,11 @@ import pytest
 for _library in ("torch", "gymnasium", "matplotlib", "vllm"):
     pytest.importorskip(_library, reason=f"{_library} is not installed: pip install 'rose-rl[demo]'")
 
-from sglang_server_process import write_distribution
-
 from rose.observe.live import LiveView
 from rose.reference import arms
 from rose.reference.demo import run_demo
 from rose.reference.demo_config import DemoConfig
-from sglang_real import ROOT, SHIM, sglang_python
+from sglang_real import server_path, sglang_python
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900)]
 
@@ -41,7 +39,7 @@ SHORT = DemoConfig(
 def python(tmp_path: Path) -> str:
     """SGLang's Python, with this tree's ROSE."""
     path = tmp_path / "python"
-    found = os.pathsep.join(map(str, (SHIM, write_distribution(tmp_path / "distribution"), ROOT / "src")))
+    found = os.pathsep.join(server_path(tmp_path))
     path.write_text(f'#!/bin/sh\nPYTHONPATH={found} exec {sglang_python()} "$@"\n')
     path.chmod(0o755)
     return str(path)

@@ -19,7 +19,7 @@ import pytest_asyncio
 
 pytest.importorskip("vllm")
 
-from sglang_site import PYTHON, Server, sglang_server
+from sglang_site import Server, sglang_server
 
 from rose.backends.paced import PacedClock
 from rose.backends.sglang import commands
@@ -34,7 +34,6 @@ pytestmark = [
     pytest.mark.engine,
     pytest.mark.timeout(600),
     pytest.mark.asyncio(loop_scope="module"),
-    pytest.mark.skipif(not PYTHON.exists(), reason="there is no SGLang environment: run make sglang-env"),
 ]
 
 NUM_REQUESTS = 20

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sglang_site import PYTHON, sglang_server
+from sglang_site import sglang_server
 
 from rose.backends.paced import PacedClock
 from rose.coserving.ledger import Ledger
@@ -16,7 +16,6 @@ from rose.testing.models import make_qwen3
 pytestmark = [
     pytest.mark.sglang,
     pytest.mark.timeout(300),
-    pytest.mark.skipif(not PYTHON.exists(), reason="there is no SGLang environment: run make sglang-env"),
 ]
 
 

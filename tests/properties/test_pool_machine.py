@@ -571,7 +571,8 @@ class PoolMachine(RuleBasedStateMachine):
                     self.state.released(flight.attempt, self.now_s)
             self.advance(9.0)
             self.read_all()
-            if not open_flights and not any(flight.attempt.is_open for flight in self.flights):
+            has_seats = any(member.seats for member in self.state.engines.members.values())
+            if not open_flights and not has_seats and not any(flight.attempt.is_open for flight in self.flights):
                 return
         message = "turns never come to an end"
         raise AssertionError(message)

@@ -14,11 +14,11 @@ from rose import registry
 from rose.backends.openai.client import OpenAiClient
 from rose.backends.sglang import SglangEngine, updating
 from rose.backends.sglang import engine as engine_module
+from rose.backends.sglang.calls import call
 from rose.backends.sglang.client import SglangClient
 from rose.backends.sglang.control import SglangControl
 from rose.errors import (
     EngineBusyError,
-    EngineError,
     EngineFencedError,
     EngineLostError,
     EngineUnsupportedError,
@@ -274,8 +274,8 @@ async def test_abilities_need_the_package():
 
 async def test_a_command_that_the_package_does_not_know():
     async with opened(has_package=True) as (engine, _, _):
-        with pytest.raises(EngineError, match=r"dance failed in the server of .*: there is no command"):
-            await engine._rose("dance")
+        with pytest.raises(TransferError, match="unknown command 'dance'"):
+            await call(engine._client, "dance")
 
 
 async def test_asleep_pauses_and_resumes_are_not_sent():
@@ -296,7 +296,7 @@ async def test_weights_that_do_not_come_back_fence_the_engine(monkeypatch):
     fake = FakeEngine(weight_version=WeightVersion("run", 1))
     async with opened(fake=fake, has_package=True) as (engine, _, _):
         updates = Updates(fake, engine._control)
-        monkeypatch.setattr(updating, "open_updates", lambda http, num_ranks: updates)
+        monkeypatch.setattr(updating, "SglangUpdates", lambda http, num_ranks: updates)
         await engine.sleep(keeps_weights=False)
         woken = await engine.wake()
         assert woken.is_stale
@@ -354,7 +354,7 @@ async def with_updates(monkeypatch):
     fake = FakeEngine(token_s=0.002, weight_version=WeightVersion("run", 1), max_model_len=512)
     async with opened(fake=fake) as (engine, server, _):
         updates = Updates(fake, engine._control)
-        monkeypatch.setattr(updating, "open_updates", lambda http, num_ranks: updates)
+        monkeypatch.setattr(updating, "SglangUpdates", lambda http, num_ranks: updates)
         yield engine, server, updates
 
 

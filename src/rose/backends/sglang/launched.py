@@ -29,6 +29,7 @@ from rose.errors import EngineError, EngineLostError
 from rose.interfaces import Clock
 
 _LOOK_S = 0.25
+_PORT_TAKEN = "address already in use"
 _END_S = 10.0
 _TAIL_CHARS = 2000
 
@@ -86,8 +87,7 @@ class LaunchedSglang(SglangEngine):
         """
         try:
             async with asyncio.timeout(self.options.start_timeout_s):
-                await self._launch()
-                await self._until_up()
+                await self._launch_until_up()
                 if self.options.has_warm_up:
                     await self._warm_up()
         except TimeoutError as error:
@@ -98,6 +98,18 @@ class LaunchedSglang(SglangEngine):
             await self.close()
             raise
         self._lost = None
+
+    async def _launch_until_up(self) -> None:
+        """Start the server on a free port; on another one, should somebody else have taken that meanwhile."""
+        while True:
+            await self._launch()
+            try:
+                await self._until_up()
+            except EngineLostError:
+                if _PORT_TAKEN not in self._tail():
+                    raise
+            else:
+                return
 
     async def _launch(self) -> None:
         port = _free_port()

@@ -90,7 +90,7 @@ class EngineWeights:
         elif given["command"] == "activate":
             answers = self._activate(given)
         else:
-            answers = self._agree(attempt(lambda: self._run(given)))
+            answers = wait_for_all(self._agree(attempt(lambda: self._run(given))))
         return json.dumps({"ranks": list(answers), "pause_s": time.perf_counter() - started})
 
     def lose(self) -> None:
@@ -165,6 +165,12 @@ class EngineWeights:
         if not self._is_labelled_fenced:
             self._is_labelled_fenced = True
             self._loop.label(FENCED)
+
+
+def wait_for_all(answers: Sequence[Answer]) -> Sequence[Answer]:
+    """Return the answers; if some rank is not done yet, that alone, so that nobody goes on while its thread still works."""
+    waiting = [one for one in answers if isinstance(one.get("value"), dict) and one["value"].get("is_done") is False]
+    return waiting[:1] * len(answers) if waiting else answers
 
 
 def _parse(text: str) -> tuple[dict[str, Any], Answer | None]:

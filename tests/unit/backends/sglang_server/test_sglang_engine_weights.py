@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -183,6 +184,17 @@ def test_activation_waits_for_the_thread(ranks: Ranks) -> None:
     poll(ranks)
     ranks.ask("activate")
     assert ranks.holds_the_trainers_bits()
+
+
+def test_a_failure_is_told_when_every_rank_is_done(two: Ranks) -> None:
+    begun(two)
+    release = threading.Event()
+    two.ranks[0]._begin(lambda: 1 / 0)
+    two.ranks[1]._begin(lambda: release.wait(20))
+    time.sleep(0.1)
+    assert two.ask("poll") == [{"value": {"is_done": False}}] * 2
+    release.set()
+    assert "error" in poll(two)[0]
 
 
 def test_kv_of_requests_in_flight_is_dropped_on_request(ranks: Ranks) -> None:

@@ -14,6 +14,7 @@ import pytest
 from sglang_stand_in import Batch, Req, Scheduler, stepping_for
 
 from rose.backends.paced import PacedClock
+from rose.backends.sglang_server.inputs import InputWatch
 from rose.backends.sglang_server.stepping import Stepping
 from rose.backends.step_settings import RoseSettings, read_settings
 from rose.backends.turn_lock import TurnLock
@@ -314,3 +315,19 @@ def test_frozen_serving_makes_no_step(tmp_path: Path) -> None:
     assert num_held >= 3
     assert time.monotonic() - begun_s < 5
     stepping.control.close()
+
+
+def test_messages_are_handed_on_once_and_in_order() -> None:
+    """What was read early comes first; a rank that reads nothing hands on nothing."""
+    scheduler, inbox = Scheduler(), list[Any]()
+    inputs = stepping_for(scheduler, inbox=inbox).inputs
+    inbox += ["first", "second"]
+    inputs.look()
+    inbox.append("third")
+    assert inputs.pull() == ["first", "second", "third"]
+    assert inputs.pull() == []
+    arrived: list[str] = []
+    follower = InputWatch(scheduler, lambda: None, arrived.append)
+    follower.look()
+    assert follower.pull() is None
+    assert not arrived
