@@ -22,8 +22,9 @@ pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900)]
 
 SHORT = DemoConfig(
     steps=1,
-    num_groups=2,
-    group_size=4,
+    num_groups=3,
+    group_size=8,
+    cap_per_engine=8,
     num_dedicated=1,
     num_borrowed=1,
     num_eval_maps=4,
