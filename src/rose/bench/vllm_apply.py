@@ -134,9 +134,9 @@ def _engine(path: Path) -> tuple[Any, WeightSink]:
     from vllm.config import set_current_vllm_config  # noqa: PLC0415 - heavy
     from vllm.v1.engine.llm_engine import LLMEngine  # noqa: PLC0415 - heavy
 
+    from rose.backends.torch_weights.sink import ParameterSink  # noqa: PLC0415 - heavy
+    from rose.backends.torch_weights.slices import SlicePlan, read_checkpoint  # noqa: PLC0415 - heavy
     from rose.backends.vllm import VllmOptions  # noqa: PLC0415 - heavy
-    from rose.backends.vllm.slices import SlicePlan, read_checkpoint  # noqa: PLC0415 - heavy
-    from rose.backends.vllm.weights import VllmSink  # noqa: PLC0415 - heavy
 
     torch.set_num_threads(1)
     options = VllmOptions(engine_id="bench", model=str(path), max_model_len=256, kv_cache_bytes=8 << 20)
@@ -146,7 +146,7 @@ def _engine(path: Path) -> tuple[Any, WeightSink]:
     with set_current_vllm_config(config):
         plan = SlicePlan.trace(model, read_checkpoint(path))
     model.rose_keeps = engine  # the model's weights live as long as the engine
-    return model, VllmSink(plan)
+    return model, ParameterSink(plan)
 
 
 class _Sync:

@@ -17,6 +17,7 @@ The engine should have no other work: its load is counted.
 _EXAMPLES = """\
 examples:
   rose check http://127.0.0.1:8000                      an OpenAI-compatible server that takes token ids, such as vLLM's
+  rose check http://127.0.0.1:30000                     an SGLang server
   rose check http://127.0.0.1:8300 --lease 7            the rollout engine of an executor (rose serve)
   rose check engine.toml --weights memory:10.0.0.5:7000 a backend by name; TOML: [engine] backend = "vllm", options = {model = "..."}
 

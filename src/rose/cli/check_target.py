@@ -1,4 +1,4 @@
-"""What ``rose check`` examines: an executor or an OpenAI-compatible server at a URL, or a backend that a TOML file names."""
+"""What ``rose check`` examines: an executor, an SGLang or an OpenAI-compatible server at a URL, or a backend that a TOML file names."""
 
 from __future__ import annotations
 
@@ -23,12 +23,14 @@ from rose.testing.updates import fake_update
 from rose.types import EngineRequest, RequestId, Sampling, WeightUpdate, WeightVersion
 
 if TYPE_CHECKING:
+    from rose.backends.remote.client import HttpClient
     from rose.interfaces.transport import Transport
 
 NUMBERS = "numbers"
 """The store of engines that take updates by their number alone, as fakes do."""
 
 _OPENAI = "rose.backends.openai:OpenAiEngine"
+_SGLANG = "rose.backends.sglang:SglangEngine"
 _LEAST_STREAM_TOKENS = 16
 
 
@@ -79,11 +81,8 @@ async def config_of_url(
     token = None if token_file is None else registry.read_token(token_file)
     client = HttpClient(url, token=token)
     try:
-        found = await client.call("GET", "/v1/engine")
-    except EngineLostError:
-        raise
-    except RoseError:
-        found = None
+        found = await _answer(client, "/v1/engine")
+        info = await _answer(client, "/server_info")
     finally:
         await client.close()
     if isinstance(found, Mapping) and "abilities" in found:
@@ -91,6 +90,8 @@ async def config_of_url(
             backend="remote", options={"url": url}, token_file=token_file, fencing_tokens=fencing_tokens
         )
         return CheckConfig(engine=entry)
+    if isinstance(info, Mapping) and "internal_states" in info:
+        return await _config_of_sglang(url, token=token, vocab_size=vocab_size, token_file=token_file)
     options = {"url": url, "model": model, "vocab_size": vocab_size}
     server = OpenAiEngine(url, model=model, token=token)
     try:
@@ -99,6 +100,30 @@ async def config_of_url(
         await server.close()
     entry = EngineEntry(backend=_OPENAI, options=options, token_file=token_file)
     return CheckConfig(engine=entry, suite=SuiteConfig(max_model_len=max_model_len))
+
+
+async def _answer(client: HttpClient, path: str) -> Any:
+    """Return what is at a path, nothing where the server has no such path."""
+    try:
+        return await client.call("GET", path)
+    except EngineLostError:
+        raise
+    except RoseError:
+        return None
+
+
+async def _config_of_sglang(
+    url: str, *, token: str | None, vocab_size: int | None, token_file: Path | None
+) -> CheckConfig:
+    from rose.backends.sglang import SglangEngine  # noqa: PLC0415 - needs aiohttp
+
+    server = SglangEngine(url, token=token, vocab_size=vocab_size)
+    try:
+        size, length = await server.vocab_size(), (await server.snapshot()).max_context_tokens
+    finally:
+        await server.close()
+    entry = EngineEntry(backend=_SGLANG, options={"url": url, "vocab_size": size}, token_file=token_file)
+    return CheckConfig(engine=entry, suite=SuiteConfig(vocab_size=size, max_model_len=length))
 
 
 def fitted(suite: SuiteConfig) -> SuiteConfig:

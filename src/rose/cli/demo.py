@@ -20,7 +20,7 @@ from rose.cli.signals import terminated_as_interrupted
 from rose.cli.tables import demo_table
 from rose.errors import ConfigError
 from rose.observe.live import LiveView
-from rose.reference.demo_config import TRAINERS, DemoConfig
+from rose.reference.demo_config import ENGINES, TRAINERS, DemoConfig
 
 _DESCRIPTION = """\
 Train a small policy on FrozenLake by GRPO twice, with the same seeds and the same serving load:
@@ -49,6 +49,8 @@ _FLAGS = {
     "seed": "--seed",
     "env": "--env",
     "trainer": "--trainer",
+    "rollout_engine": "--rollout-engine",
+    "serving_engine": "--serving-engine",
     "slo_ttft_ms": "--slo-ttft-ms",
     "slo_tpot_ms": "--slo-tpot-ms",
     "port": "--port",
@@ -99,6 +101,12 @@ def add_command(commands: Any, *, epilog: str) -> None:
     job.add_argument(
         "--trainer", metavar="NAME", help=f"what trains the policy: {', '.join(TRAINERS)} (default: {default.trainer})"
     )
+    for side, what in (("rollout", "rollouts run on"), ("serving", "answers the serving load")):
+        job.add_argument(
+            f"--{side}-engine",
+            metavar="NAME",
+            help=f"what {what}: {', '.join(ENGINES)} (default: {getattr(default, f'{side}_engine')})",
+        )
     job.add_argument("--port", type=_whole, metavar="P", help="loopback port of the weight relay (default: a free one)")
     output = parser.add_argument_group("output and configuration")
     output.add_argument("--out", metavar="DIR", help=f"folder for the results (default: {default.out})")

@@ -151,8 +151,14 @@ class ServingGovernor(StepGovernor):
         self._accounts.drop(request_id)
         self._load = self._load.without(request_id)  # else the next admission would publish it again
 
-    def ask_serving(self, on_grant: Callable[[], None]) -> bool:
-        """Wait for the turn; ``on_grant`` then takes in what arrived meanwhile. ``False`` while frozen."""
+    def ask_serving(self, on_grant: Callable[[], None], on_wait: Callable[[], None] | None = None) -> bool:
+        """Wait for the turn; ``False`` while frozen.
+
+        Args:
+            on_grant: Takes in what arrived meanwhile.
+            on_wait: Called again and again while serving leaves the device to a rollout, for an engine that has no thread which
+                calls ``note_arrival``: a prompt ends the courtesy.
+        """
         self._start_asking()
         if self._is_unpaced:
             self._clock.block(self._config.on_time_s)
@@ -164,6 +170,8 @@ class ServingGovernor(StepGovernor):
             self._own_s += begun_s - self._last_end_s
         while self._should_yield():
             self._clock.block(self._config.poll_s)
+            if on_wait is not None:
+                on_wait()
             self._granted_s = self._clock.now()  # time given away is gone
         self._take_turn(begun_s)
         on_grant()

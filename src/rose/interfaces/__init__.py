@@ -11,6 +11,7 @@ from rose.interfaces.serving import (
     SupportsSleep,
     SupportsStart,
     SupportsStepGate,
+    SupportsStepLog,
     SupportsWeightChecksums,
     Woken,
 )
@@ -33,6 +34,7 @@ __all__ = [
     "SupportsSleep",
     "SupportsStart",
     "SupportsStepGate",
+    "SupportsStepLog",
     "SupportsWait",
     "SupportsWeightChecksums",
     "TensorSpec",

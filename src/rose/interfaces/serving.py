@@ -198,3 +198,11 @@ class SupportsWeightChecksums(Protocol):
 
     async def weight_checksums(self) -> Mapping[str, str]:
         """Return checkpoint tensor name -> xxh3_128 hex digest of the tensor's bytes, row-major, in its wire dtype."""
+
+
+@runtime_checkable
+class SupportsStepLog(Protocol):
+    """The engine keeps a log of its turns on a device that it shares, or that is paced."""
+
+    async def step_log(self, since_s: float = float("-inf")) -> list[list[float]]:
+        """Return the turns that started then or later, each as the values of ``rose.coserving.step_log.StepRecord`` in order."""

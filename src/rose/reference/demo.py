@@ -1,8 +1,8 @@
 """``rose demo``: one GRPO job on real engines, with and without borrowed devices, beside a live serving model.
 
-What runs: an FSDP2 or Megatron-Core learner (two processes), environments (processes), dedicated and borrowed vLLM engines, serving vLLM
-engines of another model with their clients in a process of their own, and a relay that carries sparse deltas. Devices are
-paced: engines, tokens and weights are real and tiny, step times are those of a named GPU and model.
+What runs: an FSDP2 or Megatron-Core learner (two processes), environments (processes), dedicated and borrowed engines, serving
+engines of another model with their clients in a process of their own, and a relay that carries sparse deltas. Engines are vLLM's or
+SGLang's, on either side. Devices are paced: engines, tokens and weights are real and tiny, step times are those of a named GPU and model.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from rose.reference.arms import ArmResult, Job
 from rose.reference.demo_config import DemoConfig
 from rose.reference.demo_models import make_serving_model, policy_models
 from rose.reference.demo_report import FleetLogs, RunRecord, build_figures, build_report, build_timeline
+from rose.reference.engines import check_engines
 from rose.reference.env_workers import EnvironmentPool
 from rose.reference.environment import load_environment
 from rose.reference.fleet import SERVING_MAX_MODEL_LEN, SERVING_VOCAB, Fleet, check_profiles
@@ -40,7 +41,7 @@ from rose.reference.progress import Progress
 from rose.reference.serving_site import ServingSite
 
 _MAX_OUTPUT_TOKENS = 2048
-_LIBRARIES = ("vllm", "torch", "transformers", "gymnasium", "matplotlib")
+_LIBRARIES = ("torch", "transformers", "gymnasium", "matplotlib")
 _CLIENT_NICENESS = 5  # engines go before their clients; for this thread alone
 
 
@@ -58,10 +59,11 @@ async def run_demo(config: DemoConfig, *, view: LiveView) -> DemoResult:
     Raises:
         ConfigError: Something in the configuration cannot be used; raised before anything heavy starts.
         TransportError: The relay's port is taken.
-        BackendUnavailableError: vLLM, torch or matplotlib is not installed.
+        BackendUnavailableError: An engine's library, torch or matplotlib is not installed.
     """
     os.environ.setdefault("MALLOC_ARENA_MAX", "2")  # a dozen processes; their arenas would be gigabytes
     check_libraries(config.trainer)
+    check_engines(config.engines, sglang_python=config.sglang_python)
     check_profiles(config)
     environment = load_environment(config.env)
     load = _plan_load(config)
@@ -170,9 +172,12 @@ async def _start_engines(
     models = policy_models(folder / "policy", serving_model, load_environment(config.env))
     progress.phase("starting serving engines")
     site = await ServingSite.start(
-        fleet.serving_options(config, models), load, clock_path=Path(fleet.clock.path), vocab_size=SERVING_VOCAB
+        fleet.serving_specs(config, models), load, clock_path=Path(fleet.clock.path), vocab_size=SERVING_VOCAB
     )
     stack.push_async_callback(site.close)
+    fleet.clock.unfreeze()
+    await site.warm_up()
+    fleet.clock.freeze()
     progress.phase("starting rollout engines")
     await fleet.start(config, models)
     return site

@@ -17,6 +17,9 @@ from rose.errors import ConfigError
 
 ADMISSION_MODES = ("slo", "quiet")
 TRAINERS = ("fsdp", "megatron")
+ENGINES = ("vllm", "sglang")
+_STRETCH = {"vllm": 2.5, "sglang": 6.0}
+"""Wall seconds a modelled second, so that a step of the engine on two cores is shorter than the modelled one."""
 _SPEC = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 Validator = Callable[[Any, "attrs.Attribute[Any]", Any], None]
@@ -98,7 +101,10 @@ class DemoConfig:
         port: Port of the weight relay on the loopback interface; 0 takes a free one.
         serving_profile: Named GPU and model whose step times the serving engines take.
         rollout_profile: Named GPU and model whose step times the rollout engines take.
-        k: Stretch of modelled time, modelled second to wall second.
+        rollout_engine: What the rollout engines, dedicated and borrowed, run on: ``vllm`` or ``sglang``.
+        serving_engine: What the serving engines run on: ``vllm`` or ``sglang``.
+        sglang_python: The Python of the environment that SGLang is in; ``None`` is the one that ``make sglang-env`` makes.
+        k: Stretch of modelled time, modelled second to wall second; ``None`` is 2.5, and 6 with SGLang, whose steps take longer.
         tokens_per_token: Tokens of the modelled agent for which one word of the policy stands.
         num_dedicated: Dedicated rollout engines.
         num_borrowed: Borrowed engines, each beside a serving engine of another model.
@@ -170,8 +176,21 @@ class DemoConfig:
     rollout_profile: str = attrs.field(
         default="h100:qwen3-8b", validator=_text("the name of a profile", "for example h100:qwen3-8b")
     )
-    k: float = attrs.field(
-        default=2.5, validator=_above_zero("wall seconds a modelled second", "2.5 suits 4 busy devices on 2 cores")
+    rollout_engine: Literal["vllm", "sglang"] = attrs.field(
+        default="vllm", validator=_one_of(ENGINES, "sglang needs make sglang-env")
+    )
+    serving_engine: Literal["vllm", "sglang"] = attrs.field(
+        default="vllm", validator=_one_of(ENGINES, "sglang needs make sglang-env")
+    )
+    sglang_python: str | None = attrs.field(
+        default=None,
+        validator=attrs.validators.optional(_text("the path of a Python", "for example .venv-sglang/bin/python")),
+    )
+    k: float | None = attrs.field(
+        default=None,
+        validator=attrs.validators.optional(
+            _above_zero("wall seconds a modelled second", "2.5 suits 4 busy devices on 2 cores")
+        ),
     )
     tokens_per_token: int = attrs.field(default=8, validator=_integer(1, "8 stands for an agent's longer turns"))
 
@@ -198,6 +217,16 @@ class DemoConfig:
     fixed_rollout_share: float = attrs.field(default=0.869, validator=_between_zero_and_one("the paper reports 0.869"))
     ungated_steps: int = attrs.field(default=3, validator=_integer(0, "0 leaves the ungated arm out"))
     uncapped_steps: int = attrs.field(default=1, validator=_integer(0, "0 leaves the uncapped arm out"))
+
+    @property
+    def stretch(self) -> float:
+        """Return ``k``, or what suits the slower of the engines."""
+        return max(_STRETCH[engine] for engine in self.engines) if self.k is None else self.k
+
+    @property
+    def engines(self) -> tuple[str, str]:
+        """Return the names of the rollout and of the serving engine."""
+        return self.rollout_engine, self.serving_engine
 
     @property
     def sparse_steps(self) -> int:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from rose.reference.engines import BLOCK_TOKENS
 from rose.reference.environment import Environment, longest_episode
-from rose.reference.fleet import BLOCK_TOKENS, SERVING_MAX_MODEL_LEN, SERVING_VOCAB, Models
+from rose.reference.fleet import SERVING_MAX_MODEL_LEN, SERVING_VOCAB, Models
 from rose.testing.models import make_qwen3
 
 _BFLOAT16_BYTES = 2

@@ -140,7 +140,7 @@ def build_figures(record: RunRecord) -> dict[str, Any]:
     return build_summary(
         RunFigures(
             device=f"paced:{record.config.serving_profile}+{record.config.rollout_profile}",
-            k=record.config.k,
+            k=record.config.stretch,
             invalid_reasons=tuple(_problems(record)),
             fixed=record.summary_of("fixed"),
             rose=record.summary_of("rose"),
@@ -324,8 +324,8 @@ def _assumptions(record: RunRecord) -> tuple[str, ...]:
         for completion in [percentile([time.num_tokens for step in record.arms[arm].steps for time in step.times], 50)]
     ]
     return (
-        f"Devices are paced: real vLLM engines of tiny models take the step times of {config.serving_profile} and "
-        f"{config.rollout_profile} (roofline); all times are modelled seconds, {config.k:g} wall seconds each.",
+        f"Devices are paced: real engines of tiny models (rollout: {config.rollout_engine}, serving: {config.serving_engine}) take the step times of {config.serving_profile} and "
+        f"{config.rollout_profile} (roofline); all times are modelled seconds, {config.stretch:g} wall seconds each.",
         f"One word of the policy stands for {config.tokens_per_token} tokens of the modelled agent, so that a turn is as "
         f"long as an agent's (median trajectory: {words[0] or 0:.0f} words fixed, {words[1] or 0:.0f} rose).",
         f"Training and publishing take {record.training_s:.2f} modelled s a step in every arm, so that the fixed arm's "

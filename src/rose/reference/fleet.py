@@ -11,13 +11,12 @@ import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import attrs
 
 from rose.backends.memory import MemoryTransport
 from rose.backends.paced import PROFILES, PacedClock
-from rose.backends.vllm import VllmEngine, VllmOptions
 from rose.coserving.ledger import Ledger
 from rose.coserving.lender import Lender
 from rose.errors import ConfigError
@@ -25,9 +24,12 @@ from rose.interfaces.device import StepWork
 from rose.policies.admission import AdmissionConfig, Mode, Slo, arrival_reserve_s
 from rose.pool import Borrower, RolloutPool
 from rose.reference.demo_config import DemoConfig
+from rose.reference.engines import BLOCK_TOKENS, EngineSpec, make_engine
 from rose.types import DeviceId, EngineId, JobId
 
-BLOCK_TOKENS = 32
+if TYPE_CHECKING:
+    from rose.reference.engines import FleetEngine
+
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - mkdtemp makes a private folder in it
 SERVING_MAX_MODEL_LEN = 32_768
 SERVING_VOCAB = 512
@@ -77,8 +79,8 @@ class Fleet:
     relay: MemoryTransport
     ledgers: dict[DeviceId, Ledger]
     lender: Lender
-    dedicated: list[VllmEngine] = attrs.field(factory=list)
-    borrowed: list[VllmEngine] = attrs.field(factory=list)
+    dedicated: list[FleetEngine] = attrs.field(factory=list)
+    borrowed: list[FleetEngine] = attrs.field(factory=list)
 
     @classmethod
     def prepare(cls, config: DemoConfig) -> Self:
@@ -89,7 +91,7 @@ class Fleet:
         """
         root = Path(tempfile.mkdtemp(prefix="rose-", dir=_SHARED_MEMORY if _SHARED_MEMORY.is_dir() else None))
         try:
-            clock = PacedClock.create(root / "clock", k=config.k)
+            clock = PacedClock.create(root / "clock", k=config.stretch)
             clock.freeze()
             names = [DeviceId(f"shared{i}") for i in range(config.num_borrowed)]
             ledgers = {name: Ledger.create(root / f"{name}.ledger") for name in names}
@@ -103,14 +105,14 @@ class Fleet:
     async def start(self, config: DemoConfig, models: Models) -> None:
         """Start the rollout engines, two at a time. When one does not start, ``close`` ends those that did."""
 
-        def engine(name: str, device: DeviceId, role: str) -> VllmEngine:
-            return VllmEngine(self._rollout_options(config, models, name, device, role), clock=self.clock)
+        def engine(name: str, device: DeviceId, role: str) -> FleetEngine:
+            return make_engine(self._rollout_spec(config, models, name, device, role), clock=self.clock)
 
         self.dedicated = [engine(f"dedicated{i}", _own_device(i), "alone") for i in range(config.num_dedicated)]
         self.borrowed = [engine(f"borrowed{i}", device, "rollout") for i, device in enumerate(self.ledgers)]
         gate = asyncio.Semaphore(2)
 
-        async def start_one(engine: VllmEngine) -> None:
+        async def start_one(engine: FleetEngine) -> None:
             async with gate:
                 await engine.start()
 
@@ -118,41 +120,41 @@ class Fleet:
             for each in self.engines:
                 group.create_task(start_one(each))
 
-    def serving_options(self, config: DemoConfig, models: Models) -> list[VllmOptions]:
-        """Return the options of the serving engines, one a shared device."""
+    def serving_specs(self, config: DemoConfig, models: Models) -> list[EngineSpec]:
+        """Return the serving engines, one a shared device."""
         profile = PROFILES[config.serving_profile]
-        pool_bytes = pool_bytes_of(config)
-        num_blocks = int(pool_bytes / (profile.kv_bytes_per_token * BLOCK_TOKENS))
+        num_blocks = int(pool_bytes_of(config) / (profile.kv_bytes_per_token * BLOCK_TOKENS))
         return [
-            VllmOptions(
+            EngineSpec(
+                kind=config.serving_engine,
                 engine_id=_serving_engine(i),
                 model=str(models.serving),
-                max_model_len=SERVING_MAX_MODEL_LEN,
-                max_num_seqs=_SERVING_SEQS,
-                max_num_batched_tokens=SERVING_CHUNK_TOKENS,
-                kv_cache_bytes=num_blocks * BLOCK_TOKENS * models.serving_kv_bytes,
-                block_size=BLOCK_TOKENS,
+                max_len=SERVING_MAX_MODEL_LEN,
+                max_requests=_SERVING_SEQS,
+                chunk_tokens=SERVING_CHUNK_TOKENS,
+                kv_tokens=num_blocks * BLOCK_TOKENS,
+                kv_token_bytes=models.serving_kv_bytes,
                 seed=config.seed,
                 rose=self._settings(config, device, "serving", config.serving_profile, 1),
+                python=config.sglang_python,
             )
             for i, device in enumerate(self.ledgers)
         ]
 
-    def _rollout_options(
-        self, config: DemoConfig, models: Models, name: str, device: DeviceId, role: str
-    ) -> VllmOptions:
+    def _rollout_spec(self, config: DemoConfig, models: Models, name: str, device: DeviceId, role: str) -> EngineSpec:
         profile = PROFILES[config.rollout_profile]
         modelled_bytes = profile.kv_bytes_per_token * config.tokens_per_token * BLOCK_TOKENS
-        num_blocks = int(pool_bytes_of(config) / modelled_bytes)
-        return VllmOptions(
-            engine_id=EngineId(name),
+        return EngineSpec(
+            kind=config.rollout_engine,
+            engine_id=name,
             model=str(models.policy),
-            max_model_len=models.policy_max_len,
-            max_num_seqs=max(_MIN_ROLLOUT_SEQS, -(-config.num_groups * config.group_size // config.num_dedicated)),
-            kv_cache_bytes=num_blocks * BLOCK_TOKENS * models.policy_kv_bytes,
-            block_size=BLOCK_TOKENS,
+            max_len=models.policy_max_len,
+            max_requests=max(_MIN_ROLLOUT_SEQS, -(-config.num_groups * config.group_size // config.num_dedicated)),
+            kv_tokens=int(pool_bytes_of(config) / modelled_bytes) * BLOCK_TOKENS,
+            kv_token_bytes=models.policy_kv_bytes,
             seed=config.seed,
             rose=self._settings(config, device, role, config.rollout_profile, config.tokens_per_token),
+            python=config.sglang_python,
         )
 
     def _settings(
@@ -190,7 +192,7 @@ class Fleet:
         return {**own, **lent, **serving}
 
     @property
-    def engines(self) -> Sequence[VllmEngine]:
+    def engines(self) -> Sequence[FleetEngine]:
         """Return all rollout engines."""
         return [*self.dedicated, *self.borrowed]
 

@@ -4,13 +4,14 @@ A production model's clients do not share a Python process with a rollout pool; 
 measure is the device and not the pool's event loop.
 
 Requests (JSON lines, answered in order, see ``rose.reference.worker_process``)
-    1. ``{"clock": path, "engines": [VllmOptions fields]}``, once and first, starts the engines.
+    1. ``{"clock": path, "engines": [EngineSpec fields]}``, once and first, starts the engines.
     2. ``{"do": "replay", "label": text, "arrivals": [[[at_s, prompt_tokens, output_tokens], ...] a device], "vocab_size": n}``
        begins an arm: its time starts now, on the paced clock. An arm that still runs is ended, or the loads of both would add up.
     3. ``{"do": "progress"}`` answers the latest TTFTs and TPOTs.
     4. ``{"do": "stop"}`` ends the arm: requests in flight are cut off; answers every request that has a token, how long the
        others waited for their first one, and how many failed (those are in neither list).
-    5. ``{"do": "step_logs", "since_s": t}`` answers each engine's device turns since then.
+    5. ``{"do": "warm_up"}`` lets every engine make its first step, which takes longest; the clock must run.
+    6. ``{"do": "step_logs", "since_s": t}`` answers each engine's device turns since then.
 
 Invariants: times are the paced clock's, counted from the arm's start; token ids are drawn anew for every arm, so that no arm
 finds another's prefixes in the cache.
@@ -25,16 +26,19 @@ import random
 import sys
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, Self, TextIO
+from typing import TYPE_CHECKING, Any, Self, TextIO
 
 import attrs
 
 from rose.backends.paced import PacedClock
-from rose.backends.vllm import VllmEngine, VllmOptions
 from rose.errors import EngineError, RoseError
+from rose.reference.engines import EngineSpec, make_engine
 from rose.reference.trajectory import derive_seed
 from rose.reference.worker_process import take_over_stdout
 from rose.types import EngineRequest, FinishReason, RequestId, Sampling
+
+if TYPE_CHECKING:
+    from rose.reference.engines import FleetEngine
 
 _RECENT = 400
 _FIRST_WORD = 3
@@ -69,7 +73,7 @@ class _Answer:
 class _Replay:
     """One arm's load on all devices."""
 
-    def __init__(self, engines: Sequence[VllmEngine], clock: PacedClock, label: str, vocab_size: int) -> None:
+    def __init__(self, engines: Sequence[FleetEngine], clock: PacedClock, label: str, vocab_size: int) -> None:
         self._engines = engines
         self._clock = clock
         self._label = label
@@ -88,14 +92,14 @@ class _Replay:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _feed(self, engine: VllmEngine, arrivals: Sequence[Arrival]) -> None:
+    async def _feed(self, engine: FleetEngine, arrivals: Sequence[Arrival]) -> None:
         rng = random.Random(derive_seed(self._label, engine.engine_id))
         for index, (at_s, num_prompt, num_output) in enumerate(arrivals):
             prompt = rng.choices(range(_FIRST_WORD, self._vocab_size), k=num_prompt)
             await self._clock.sleep(self._start_s + at_s - self._clock.now())
             self._spawn(self._ask(engine, index, prompt, num_output))
 
-    async def _ask(self, engine: VllmEngine, index: int, prompt: Sequence[int], num_output: int) -> None:
+    async def _ask(self, engine: FleetEngine, index: int, prompt: Sequence[int], num_output: int) -> None:
         answer = _Answer(index, engine.engine_id, self._clock.now() - self._start_s)
         self.answers.append(answer)
         request = EngineRequest(
@@ -136,7 +140,7 @@ class _Replay:
 class _Host:
     """The child's state between requests; each public coroutine is one request."""
 
-    def __init__(self, clock: PacedClock, engines: Sequence[VllmEngine]) -> None:
+    def __init__(self, clock: PacedClock, engines: Sequence[FleetEngine]) -> None:
         self._clock = clock
         self._engines = engines
         self._arm: _Replay | None = None
@@ -144,7 +148,7 @@ class _Host:
     @classmethod
     async def start(cls, clock: str, engines: Sequence[dict[str, Any]]) -> Self:
         paced_clock = PacedClock(clock)
-        host = cls(paced_clock, [VllmEngine(VllmOptions(**options), clock=paced_clock) for options in engines])
+        host = cls(paced_clock, [make_engine(EngineSpec(**spec), clock=paced_clock) for spec in engines])
         try:
             await asyncio.gather(*(engine.start() for engine in host._engines))
         except BaseException:
@@ -154,6 +158,9 @@ class _Host:
 
     async def handle(self, do: str, **arguments: Any) -> Any:
         return await getattr(self, f"do_{do}")(**arguments)
+
+    async def do_warm_up(self) -> None:
+        await asyncio.gather(*map(_first_token, self._engines))
 
     async def do_replay(self, label: str, arrivals: Sequence[Sequence[Arrival]], vocab_size: int) -> None:
         await self.do_stop()
@@ -172,6 +179,16 @@ class _Host:
 
     async def close(self) -> None:
         await asyncio.gather(*(engine.close() for engine in self._engines))
+
+
+async def _first_token(engine: FleetEngine) -> None:
+    request = EngineRequest(
+        request_id=RequestId(f"first-{engine.engine_id}"),
+        prompt_ids=(_FIRST_WORD,),
+        sampling=Sampling(max_tokens=1, temperature=0.0, ignore_eos=True, logprobs=False),
+    )
+    async for _ in engine.generate(request):
+        pass
 
 
 async def _lines() -> asyncio.StreamReader:

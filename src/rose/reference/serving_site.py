@@ -8,9 +8,9 @@ from typing import Self
 
 import attrs
 
-from rose.backends.vllm import VllmOptions
 from rose.errors import EngineError
 from rose.observe.latency import RequestRecord, Slo, percentile
+from rose.reference.engines import EngineSpec
 from rose.reference.load import ServingLoad
 from rose.reference.worker_process import WorkerProcess
 from rose.types import EngineId
@@ -47,7 +47,7 @@ class ServingSite:
 
     @classmethod
     async def start(
-        cls, engines: Sequence[VllmOptions], load: ServingLoad, *, clock_path: Path, vocab_size: int
+        cls, engines: Sequence[EngineSpec], load: ServingLoad, *, clock_path: Path, vocab_size: int
     ) -> Self:
         """Start the host process and its engines.
 
@@ -55,15 +55,19 @@ class ServingSite:
             EngineError: An engine did not start.
         """
         process = await WorkerProcess.start("rose.reference.serving_host", name="serving host", error_type=EngineError)
-        options = [attrs.asdict(engine, filter=attrs.filters.exclude("initial_version")) for engine in engines]
+        specs = [attrs.asdict(engine) for engine in engines]
         try:
-            await process.ask({"clock": str(clock_path), "engines": options})
+            await process.ask({"clock": str(clock_path), "engines": specs})
         except BaseException:
             await process.close(
                 timeout_s=_CLOSE_TIMEOUT_S
             )  # a host that is killed leaves engines that are still loading
             raise
         return cls(process, load, vocab_size=vocab_size)
+
+    async def warm_up(self) -> None:
+        """Let every engine make its first step, which takes longest, before anybody measures; the modelled clock must run."""
+        await self._process.ask({"do": "warm_up"})
 
     async def begin(self, label: str) -> None:
         """Begin an arm: the load starts now. ``label`` chooses the prompts' token ids."""

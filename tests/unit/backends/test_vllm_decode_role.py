@@ -12,8 +12,9 @@ import attrs
 import pytest
 
 from rose.backends.paced import PacedClock
+from rose.backends.step_settings import read_settings
 from rose.backends.turn_lock import TurnLock
-from rose.backends.vllm.step_control import open_control, read_settings
+from rose.backends.vllm.steps import open_control
 from rose.coserving.ledger import Ledger
 from rose.policies.admission import START, AdmissionConfig, Budget, Hold, HoldReason, Mode, Role, decide
 

@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 from rose.backends.paging import HugeBuffer, give_back, reclaim_ms_per_gib, resident_bytes
 from rose.backends.vllm import device_sleep, parking, utilities
 from rose.backends.vllm.parking import ParkedWeights
-from rose.backends.vllm.wire import unwrap
+from rose.backends.wire import unwrap
 from rose.errors import BackendUnavailableError, EngineError
 
 

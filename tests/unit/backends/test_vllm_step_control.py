@@ -9,16 +9,9 @@ from typing import Any
 import pytest
 
 from rose.backends.paced import PacedClock
-from rose.backends.vllm.step_control import (
-    DeviceControl,
-    RolloutControl,
-    ServingControl,
-    StepControl,
-    measure,
-    open_control,
-    read_settings,
-    serving_load,
-)
+from rose.backends.step_control import DeviceControl, RolloutControl, ServingControl, StepControl
+from rose.backends.step_settings import read_settings
+from rose.backends.vllm.steps import measure, open_control, serving_load
 from rose.coserving.ledger import Ledger
 from rose.errors import ConfigError, LedgerError
 from rose.policies.compute import StepShape

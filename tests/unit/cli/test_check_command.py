@@ -246,6 +246,29 @@ def test_an_openai_compatible_server_by_its_url(capsys):
     assert {row["verdict"] for row in rows.values()} == {"pass", "cannot"}
 
 
+def test_an_sglang_server_by_its_url(capsys):
+    pytest.importorskip("aiohttp")
+    from rose.testing.sglang_server import serve_sglang  # noqa: PLC0415 - needs aiohttp
+
+    fake = FakeEngine(token_s=0.001, max_model_len=512)
+    with in_the_background(lambda: serve_sglang(fake)) as (url, server):
+        arguments = [
+            "check",
+            url,
+            "--json",
+            "--long-tokens",
+            "48",
+            "--only",
+            *_OF_SERVERS,
+            "unknown_token_ids_are_refused",
+        ]
+        assert main(arguments) == 0
+    rows = {row["check"]: row["verdict"] for row in json.loads(capsys.readouterr().out)["checks"]}
+    assert {name for name, verdict in rows.items() if verdict == "cannot"} == {"streams_survive_an_activation"}
+    assert set(rows.values()) == {"pass", "cannot"}
+    assert server.died is None
+
+
 @pytest.mark.parametrize("lease", [True, False])
 def test_an_executors_engine_under_a_lease(lease, tmp_path, capsys):
     pytest.importorskip("aiohttp")

@@ -45,7 +45,7 @@ def test_how_steps_are_shared(steps, learn, sparse):
         ("steps", 0), ("steps", 10_001), ("steps", 1.0), ("steps", True), ("seed", -1), ("seed", 2**31),
         ("port", -1), ("port", 65536), ("rate_rps", 0.0), ("trace", ""), ("trace_offset_s", -1.0),
         ("out", ""), ("env", "FrozenLake"), ("env", "a:b:c"), ("env", "a/b:C"),
-        ("admission", "paper"), ("k", 0.0), ("sparse_fraction", 1.0),
+        ("admission", "paper"), ("k", 0.0), ("rollout_engine", "vlm"), ("serving_engine", ""), ("sglang_python", ""), ("sparse_fraction", 1.0),
         ("fixed_rollout_share", 1.0), ("fixed_rollout_share", 0.0), ("group_size", 1), ("num_dedicated", 0),
         ("num_borrowed", 0), ("cap_per_engine", 0), ("learn_lr", 0.0), ("json", 1), ("ungated_steps", -1),
     ],
@@ -84,3 +84,12 @@ def test_a_refused_value_in_a_file_names_the_file(tmp_path):
     path.write_text("slo_ttft_ms = 0\n")
     with pytest.raises(ConfigError, match=r"demo\.toml: slo_ttft_ms must be above 0"):
         load(DemoConfig, path)
+
+
+@pytest.mark.parametrize(
+    ("fields", "stretch"),
+    [({}, 2.5), ({"serving_engine": "sglang"}, 6.0), ({"rollout_engine": "sglang"}, 6.0),
+     ({"rollout_engine": "sglang", "k": 3.0}, 3.0)],
+)  # fmt: skip
+def test_time_is_stretched_for_the_slower_engine_unless_it_is_said_how_far(fields, stretch):
+    assert DemoConfig(**fields).stretch == stretch

@@ -22,7 +22,7 @@ pytest.importorskip("aiohttp", reason="aiohttp is not installed: pip install 'ro
 from executor_parts import QUICK
 from prometheus_client import CollectorRegistry, generate_latest
 
-from rose.backends.vllm.step_control import read_settings
+from rose.backends.step_settings import read_settings
 from rose.cli import serve
 from rose.cli.main import main
 from rose.clocks import MonotonicClock

@@ -9,8 +9,10 @@ from rose.reference import demo
 
 
 def test_all_missing_libraries_are_named_with_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo, "find_spec", lambda name: None if name in {"vllm", "torch"} else object())
-    with pytest.raises(BackendUnavailableError, match=r"the demo needs vllm, torch, .*pip install 'rose-rl\[demo\]'"):
+    monkeypatch.setattr(demo, "find_spec", lambda name: None if name in {"gymnasium", "torch"} else object())
+    with pytest.raises(
+        BackendUnavailableError, match=r"the demo needs torch, gymnasium, .*pip install 'rose-rl\[demo\]'"
+    ):
         demo.check_libraries()
 
 

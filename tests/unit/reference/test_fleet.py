@@ -9,11 +9,12 @@ from typing import Any, ClassVar
 
 import pytest
 
-from rose.backends.vllm.step_control import read_settings
+from rose.backends.step_settings import read_settings
 from rose.errors import ConfigError, EngineLostError, TransportError
 from rose.policies.admission import Mode
 from rose.reference import fleet as fleet_module
 from rose.reference.demo_config import DemoConfig
+from rose.reference.engines import EngineSpec
 from rose.reference.fleet import Fleet, Models, check_profiles, pool_bytes_of
 
 CONFIG = DemoConfig()
@@ -22,14 +23,14 @@ MODELS = Models(
 )
 
 
-class FakeVllm:
+class FakeEngine:
     """Starts and closes; one of them may fail to start."""
 
-    made: ClassVar[list[FakeVllm]]
+    made: ClassVar[list[FakeEngine]]
     failing: str | None = None
 
-    def __init__(self, options: Any, *, clock: Any) -> None:
-        self.engine_id, self.options, self.clock = options.engine_id, options, clock
+    def __init__(self, spec: EngineSpec, *, clock: Any) -> None:
+        self.engine_id, self.spec, self.clock = spec.engine_id, spec, clock
         self.is_started = self.is_closed = False
         type(self).made.append(self)
 
@@ -51,12 +52,12 @@ def shm(tmp_path, monkeypatch) -> Path:
 
 
 @pytest.fixture
-def vllm(monkeypatch) -> type[FakeVllm]:
-    class Vllm(FakeVllm):
-        made: ClassVar[list[FakeVllm]] = []
+def engines(monkeypatch) -> type[FakeEngine]:
+    class Fake(FakeEngine):
+        made: ClassVar[list[FakeEngine]] = []
 
-    monkeypatch.setattr(fleet_module, "VllmEngine", Vllm)
-    return Vllm
+    monkeypatch.setattr(fleet_module, "make_engine", Fake)
+    return Fake
 
 
 async def test_a_fleet_makes_its_shared_files_and_removes_them(shm):
@@ -64,7 +65,7 @@ async def test_a_fleet_makes_its_shared_files_and_removes_them(shm):
     try:
         assert sorted(path.name for path in fleet.root.iterdir()) == ["clock", "shared0.ledger", "shared1.ledger"]
         assert fleet.clock.is_frozen
-        assert fleet.clock.k == CONFIG.k
+        assert fleet.clock.k == CONFIG.stretch == 2.5
         assert fleet.lender.mode is Mode.SLO
         assert fleet.relay.address().options
     finally:
@@ -93,12 +94,12 @@ def test_a_ledger_that_cannot_be_made_leaves_nothing_behind(shm, monkeypatch):
     assert list(shm.iterdir()) == []
 
 
-async def test_engines_start_in_order_on_devices_of_their_own_or_beside_serving(shm, vllm):
+async def test_engines_start_in_order_on_devices_of_their_own_or_beside_serving(shm, engines):
     fleet = Fleet.prepare(CONFIG)
     try:
         await fleet.start(CONFIG, MODELS)
         assert [engine.engine_id for engine in fleet.engines] == ["dedicated0", "dedicated1", "borrowed0", "borrowed1"]
-        assert all(engine.is_started and engine.clock is fleet.clock for engine in vllm.made)
+        assert all(engine.is_started and engine.clock is fleet.clock for engine in engines.made)
         assert fleet.devices == {
             "dedicated0": "own0",
             "dedicated1": "own1",
@@ -109,27 +110,27 @@ async def test_engines_start_in_order_on_devices_of_their_own_or_beside_serving(
         }
     finally:
         await fleet.close()
-    assert all(engine.is_closed for engine in vllm.made)
+    assert all(engine.is_closed for engine in engines.made)
 
 
-async def test_when_one_engine_does_not_start_those_that_did_are_ended(shm, vllm):
-    vllm.failing = "borrowed1"
+async def test_when_one_engine_does_not_start_those_that_did_are_ended(shm, engines):
+    engines.failing = "borrowed1"
     fleet = Fleet.prepare(CONFIG)
     with pytest.raises(ExceptionGroup) as caught:
         await fleet.start(CONFIG, MODELS)
     assert caught.group_contains(EngineLostError, match="borrowed1")
     await fleet.close()
-    assert vllm.made
-    assert all(engine.is_closed for engine in vllm.made)
+    assert engines.made
+    assert all(engine.is_closed for engine in engines.made)
 
 
-async def test_every_engines_settings_are_read_strictly_and_share_the_right_files(shm, vllm):
+async def test_every_engines_settings_are_read_strictly_and_share_the_right_files(shm, engines):
     fleet = Fleet.prepare(CONFIG)
     try:
         await fleet.start(CONFIG, MODELS)
-        serving = fleet.serving_options(CONFIG, MODELS)
-        settings = {options.engine_id: read_settings(options.rose) for options in serving}
-        settings |= {engine.engine_id: read_settings(engine.options.rose) for engine in fleet.engines}
+        serving = fleet.serving_specs(CONFIG, MODELS)
+        settings = {spec.engine_id: read_settings(spec.rose) for spec in serving}
+        settings |= {engine.engine_id: read_settings(engine.spec.rose) for engine in fleet.engines}
     finally:
         await fleet.close()
     roles = [settings[name].role for name in ("dedicated0", "serving0", "borrowed0")]
@@ -141,8 +142,8 @@ async def test_every_engines_settings_are_read_strictly_and_share_the_right_file
     pool_bytes = pool_bytes_of(CONFIG)
     assert settings["borrowed0"].memory.pool_bytes == pool_bytes
     # as many real blocks as the modelled pool has modelled ones
-    assert serving[0].kv_cache_bytes // (32 * 128) == pool_bytes // (32 * 57_344)
-    assert fleet.borrowed[0].options.kv_cache_bytes // (32 * 512) == pool_bytes // (32 * 147_456 * 8)
+    assert serving[0].kv_tokens // 32 == pool_bytes // (32 * 57_344)
+    assert fleet.borrowed[0].spec.kv_tokens // 32 == pool_bytes // (32 * 147_456 * 8)
 
 
 @pytest.mark.parametrize(
@@ -161,3 +162,17 @@ def test_what_no_engine_could_start_with_is_refused_at_once(fields, complaint):
 
 def test_the_default_profiles_and_slo_are_fine():
     check_profiles(CONFIG)
+
+
+async def test_each_side_runs_on_the_engine_that_it_is_given(shm, engines):
+    config = DemoConfig(rollout_engine="sglang", sglang_python="/there/python")
+    fleet = Fleet.prepare(config)
+    try:
+        await fleet.start(config, MODELS)
+        serving = fleet.serving_specs(config, MODELS)
+        assert fleet.clock.k == 6.0
+    finally:
+        await fleet.close()
+    assert {engine.spec.kind for engine in fleet.engines} == {"sglang"}
+    assert {spec.kind for spec in serving} == {"vllm"}
+    assert {engine.spec.python for engine in fleet.engines} == {"/there/python"}

@@ -137,3 +137,11 @@ def test_an_answer_without_a_token_does_not_end_the_host():
         assert (await host.handle(do="stop"))["num_failed"] == 1
 
     run(clock, work())
+
+
+def test_every_engine_makes_one_token_to_warm_up():
+    clock = ManualClock()
+    engines = [engine(clock, "s0"), engine(clock, "s1")]
+    run(clock, _Host(clock, engines).handle(do="warm_up"))
+    assert [[request.sampling.max_tokens for request in one.requests] for one in engines] == [[1], [1]]
+    assert [one.num_in_flight for one in engines] == [0, 0]

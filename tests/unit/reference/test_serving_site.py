@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rose.backends.vllm import VllmOptions
 from rose.errors import EngineError
 from rose.observe.latency import Slo
 from rose.reference import serving_site
+from rose.reference.engines import EngineSpec
 from rose.reference.load import ServingLoad
 from rose.reference.serving_site import ServingSite
 from rose.simulation.traces import Arrival
@@ -82,6 +83,12 @@ async def test_progress_is_the_p99_in_milliseconds():
     assert await nothing.progress() == (None, None)
 
 
+async def test_a_warm_up_is_the_hosts():
+    here, host = site()
+    await here.warm_up()
+    assert host.asked == [{"do": "warm_up"}]
+
+
 async def test_step_logs_and_close_reach_the_host():
     here, host = site(step_logs={"s0": [[1.0]]})
     assert await here.step_logs(3.0) == {"s0": [[1.0]]}
@@ -99,10 +106,18 @@ async def test_a_host_that_does_not_start_is_closed_and_not_left_to_its_engines(
         return host
 
     monkeypatch.setattr(serving_site.WorkerProcess, "start", start)
-    options = [VllmOptions(engine_id="s0", model="m")]
+    spec = EngineSpec(
+        kind="vllm",
+        engine_id="s0",
+        model="m",
+        max_len=64,
+        max_requests=4,
+        kv_tokens=320,
+        kv_token_bytes=2,
+        rose={"role": "alone"},
+    )
     with pytest.raises(EngineError, match="did not start"):
-        await ServingSite.start(options, LOAD, clock_path=Path("clock"), vocab_size=500)
+        await ServingSite.start([spec], LOAD, clock_path=Path("clock"), vocab_size=500)
     assert host.closed_after_s
-    sent = host.asked[0]["engines"][0]
-    assert (sent["engine_id"], "initial_version" in sent) == ("s0", False)
-    assert VllmOptions(**sent) == options[0], "plain data that makes the same options"
+    sent = json.loads(json.dumps(host.asked[0]["engines"]))
+    assert [EngineSpec(**one) for one in sent] == [spec], "plain data that makes the same engine"

@@ -18,6 +18,7 @@ _BUSY, _LOST, _REFUSED = (429, 503), (502, 504), (400, 404, 413, 422)
 _IDLE_S = 3.0  # vLLM's server closes a connection that was idle for 5 s; one that it is closing must not be used
 _READ_BYTES = 1 << 20
 _MAX_WORDS_CHARS = 500
+_JSON = {"Content-Type": "application/json"}
 
 
 class OpenAiClient:
@@ -38,18 +39,30 @@ class OpenAiClient:
 
     async def completions(self, body: bytes) -> aiohttp.ClientResponse:
         """Send a request for tokens; returns its answer once that begins. It is the caller's to release."""
-        headers = {"Content-Type": "application/json"}
-        return await self._open().post(f"{self._url}/v1/completions", data=body, headers=headers)
+        return await self.begin("/v1/completions", body)
 
-    async def call(self, method: str, path: str) -> tuple[int, bytes]:
+    async def begin(self, path: str, body: bytes) -> aiohttp.ClientResponse:
+        """Post JSON; returns the answer once it begins, whatever its status. It is the caller's to release."""
+        return await self._open().post(self._url + path, data=body, headers=_JSON)
+
+    async def call(
+        self, method: str, path: str, body: bytes | None = None, *, timeout_s: float | None = None
+    ) -> tuple[int, bytes]:
         """Send a short request; returns the answer's status and body.
+
+        Args:
+            method: ``GET`` or ``POST``.
+            path: Begins with a slash.
+            body: JSON, or nothing.
+            timeout_s: How long it may take, where that is not the client's own.
 
         Raises:
             EngineLostError: There is none in time.
         """
         session = self._open()
+        sent = session.request(method, self._url + path, data=body, headers=None if body is None else _JSON)
         try:
-            async with asyncio.timeout(self._timeout_s), session.request(method, self._url + path) as answer:
+            async with asyncio.timeout(timeout_s or self._timeout_s), sent as answer:
                 return answer.status, await answer.read()
         except (aiohttp.ClientError, OSError) as error:  # a TimeoutError among them
             raise self.lost(error) from error

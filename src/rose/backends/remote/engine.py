@@ -18,7 +18,7 @@ from typing import Any
 
 from rose.backends.remote import wire
 from rose.backends.remote.client import HttpClient
-from rose.backends.vllm.wire import activation_from_wire, update_to_wire
+from rose.backends.wire import activation_from_wire, update_to_wire
 from rose.clocks import MonotonicClock
 from rose.errors import EngineError, EngineLeaseError, EngineLostError
 from rose.interfaces import Clock, ServingEngine

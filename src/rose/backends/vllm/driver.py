@@ -23,7 +23,7 @@ import attrs
 
 from rose.backends.vllm.options import VllmOptions
 from rose.backends.vllm.streams import RequestLimits, parse_label
-from rose.backends.vllm.wire import activation_from_wire, unwrap, update_to_wire
+from rose.backends.wire import activation_from_wire, unwrap, update_to_wire
 from rose.clocks import MonotonicClock
 from rose.config import load
 from rose.errors import (

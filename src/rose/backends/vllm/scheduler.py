@@ -31,9 +31,10 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import Request, RequestStatus
 
 from rose.backends.cuda import LimitedBlocks
+from rose.backends.step_settings import read_settings
 from rose.backends.vllm.kv_blocks import HeldBlocks, HoldPages
 from rose.backends.vllm.lifeline import tie_to_parent
-from rose.backends.vllm.step_control import open_control, read_settings
+from rose.backends.vllm.steps import open_control
 from rose.backends.vllm.streams import EVICTED, REFUSED
 from rose.policies.memory import Admission, KvHolder, admits, choose_victims
 

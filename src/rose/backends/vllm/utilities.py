@@ -10,7 +10,7 @@ from typing import Any
 
 from rose.backends.vllm import device_sleep
 from rose.backends.vllm.lifeline import tie_to_parent
-from rose.backends.vllm.wire import answers, unwrap
+from rose.backends.wire import answers, unwrap
 from rose.errors import EngineError, EngineFencedError
 
 

@@ -25,11 +25,11 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-from rose.backends.vllm.checkpoint_files import find_tensors
-from rose.backends.vllm.loaded_bits import check_loaded_bits
-from rose.backends.vllm.slices import SlicePlan, as_meta
-from rose.backends.vllm.weights import VllmSink
-from rose.backends.vllm.wire import update_from_wire
+from rose.backends.torch_weights.checkpoint_files import find_tensors
+from rose.backends.torch_weights.loaded_bits import check_loaded_bits
+from rose.backends.torch_weights.sink import ParameterSink
+from rose.backends.torch_weights.slices import SlicePlan, as_meta
+from rose.backends.wire import update_from_wire
 from rose.errors import EngineFencedError, RoseError, TransferError
 from rose.transfer.layout import TargetLayout
 from rose.transfer.subscriber import Subscriber
@@ -46,7 +46,7 @@ class RoseInitInfo(WeightTransferInitInfo):  # type: ignore[misc] # vLLM is unty
 
 @dataclass
 class RoseUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc] # vLLM is untyped here
-    """The fields of ``rose.backends.vllm.wire.update_to_wire``, and whether to sum the whole state anew afterwards."""
+    """The fields of ``rose.backends.wire.update_to_wire``, and whether to sum the whole state anew afterwards."""
 
     target: str
     manifest_keys: list[str]
@@ -66,11 +66,11 @@ class RoseWeightTransferEngine(WeightTransferEngine[RoseInitInfo, RoseUpdateInfo
         super().__init__(config, vllm_config, device, model)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rose-stage")
         self._stage: Future[None] | None = None
-        self._sink: VllmSink | None = None
+        self._sink: ParameterSink | None = None
         self._subscriber: Subscriber | None = None
 
     @property
-    def sink(self) -> VllmSink:
+    def sink(self) -> ParameterSink:
         """Return the live weights.
 
         Raises:
@@ -108,7 +108,7 @@ class RoseWeightTransferEngine(WeightTransferEngine[RoseInitInfo, RoseUpdateInfo
             plan = SlicePlan.trace(self.model, as_meta(stored))
         if self._sink is None and self.vllm_config.load_config.load_format != "dummy":
             check_loaded_bits(plan, stored, checkpoint)  # a later call may find weights that were updated
-        self._sink = VllmSink.over(plan)
+        self._sink = ParameterSink.over(plan)
         version = None if init_info.version is None else WeightVersion.parse(init_info.version)
         self._subscriber = Subscriber(self._sink, aliases=self.aliases, version=version)
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rose.backends.paging import give_back
-from rose.backends.vllm.wire import activation_to_wire, answers, update_from_wire
+from rose.backends.wire import activation_to_wire, answers, update_from_wire
 
 
 class RoseWorkerExtension:

@@ -32,7 +32,8 @@ from rose.errors import EngineError
 from rose.observe.latency import RequestRecord
 from rose.policies.admission import Budget, Mode
 from rose.reference.demo_models import make_serving_model
-from rose.reference.fleet import BLOCK_TOKENS, SERVING_MAX_MODEL_LEN, SERVING_VOCAB
+from rose.reference.engines import BLOCK_TOKENS, EngineSpec
+from rose.reference.fleet import SERVING_MAX_MODEL_LEN, SERVING_VOCAB
 from rose.reference.load import ServingLoad
 from rose.reference.serving_site import ServingSite
 from rose.reference.worker_process import WorkerProcess
@@ -142,8 +143,7 @@ class LiveRig:
             serving, rollout_options = _options(settings, root)
             clients = await WorkerProcess.start(clients_module, name="clients", error_type=EngineError)
             stack.push_async_callback(clients.close, timeout_s=_CLOSE_TIMEOUT_S)
-            fields = attrs.asdict(serving, filter=attrs.filters.exclude("initial_version"))
-            await clients.ask({"clock": clock.path, "engines": [fields]})
+            await clients.ask({"clock": clock.path, "engines": [attrs.asdict(_spec(serving))]})
             rig = cls(
                 settings=settings,
                 root=root,
@@ -308,6 +308,22 @@ def _options(settings: LiveSettings, root: Path) -> tuple[VllmOptions, VllmOptio
     return (
         options(SERVING, serving, setup.serving_max_seqs, max_num_batched_tokens=setup.serving_chunk_tokens),
         options(ROLLOUT, rollout, setup.num_slots),
+    )
+
+
+def _spec(options: VllmOptions) -> EngineSpec:
+    """Return the serving engine as its clients' process takes it."""
+    return EngineSpec(
+        kind="vllm",
+        engine_id=options.engine_id,
+        model=options.model,
+        max_len=SERVING_MAX_MODEL_LEN,
+        max_requests=options.max_num_seqs,
+        kv_tokens=options.kv_cache_bytes // _NANO_KV_BYTES,
+        kv_token_bytes=_NANO_KV_BYTES,
+        chunk_tokens=options.max_num_batched_tokens,
+        seed=options.seed,
+        rose=options.rose,
     )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
 from rose.backends.remote import wire
-from rose.backends.vllm.wire import activation_to_wire, update_from_wire
+from rose.backends.wire import activation_to_wire, update_from_wire
 from rose.errors import ConfigError, EngineLostError, EngineUnsupportedError
 from rose.interfaces.serving import (
     PauseMode,

@@ -193,7 +193,7 @@ def load_config(path: Path | str) -> ExecutorConfig:
 
 
 def _check_settings(config: ExecutorConfig, path: Path | str) -> None:
-    from rose.backends.vllm.step_control import read_settings  # noqa: PLC0415 - loads numpy
+    from rose.backends.step_settings import read_settings  # noqa: PLC0415 - loads numpy
 
     for where, settings in (("rollout", rollout_settings(config)), ("serving", serving_settings(config))):
         if where == "serving" and config.serving.model is None:

@@ -1,6 +1,6 @@
 """Whether a loaded model holds its checkpoint's bits where its loader says: what in-place updates rest on.
 
-A kernel may want its weights permuted, packed or quantised, and vLLM then does so after loading, often in a parameter of
+A kernel may want its weights permuted, packed or quantised, and an engine then does so after loading, often in a parameter of
 the same shape. The loader knows nothing of it and would write the next weights in the old order. No flag tells, so a
 sample of what is live is compared with the files that it was loaded from.
 """
@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from rose.backends.vllm.checkpoint_files import StoredTensor
-from rose.backends.vllm.slices import Piece, SlicePlan
+from rose.backends.torch_weights.checkpoint_files import StoredTensor
+from rose.backends.torch_weights.slices import Piece, SlicePlan
 from rose.errors import LayoutMismatchError
 
 _PIECES_OF_PARAMETER = 8
@@ -45,10 +45,10 @@ def check_loaded_bits(plan: SlicePlan, stored: Mapping[str, StoredTensor], check
         names = ", ".join(list(differing)[:_NUM_NAMED])
         more = f" and {len(differing) - _NUM_NAMED} more" if len(differing) > _NUM_NAMED else ""
         message = (
-            f"the live weights of {names}{more} do not have the bits of the checkpoint in {checkpoint}: vLLM has packed, permuted "
+            f"the live weights of {names}{more} do not have the bits of the checkpoint in {checkpoint}: the engine has packed, permuted "
             "or quantised them for a kernel, or they changed since they were loaded. ROSE writes into live weights as the checkpoint "
             "has them. Load the model without quantization, with a kernel that takes plain weights (for experts "
-            "engine_args={'moe_backend': 'triton'} on GPUs), and initialise the transfer before anything else changes weights"
+            "in vLLM engine_args={'moe_backend': 'triton'} on GPUs), and initialise the transfer before anything else changes weights"
         )
         raise LayoutMismatchError(message)
 

@@ -1,4 +1,4 @@
-"""The live parameters of one vLLM worker as a ``WeightSink``: writes go in place, through a ``SlicePlan``."""
+"""The live parameters of one rank of an engine as a ``WeightSink``: writes go in place, through a ``SlicePlan``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import xxhash
 
-from rose.backends.vllm.slices import SlicePlan
+from rose.backends.torch_weights.slices import SlicePlan
 from rose.errors import LayoutMismatchError
 from rose.interfaces.trainer import ShardSpec, TensorSpec
 from rose.transfer.delta import Bits
@@ -17,7 +17,7 @@ from rose.transfer.layout import bits_dtype, whole_box
 from rose.transfer.sink import ViewSink
 
 
-class VllmSink(ViewSink):
+class ParameterSink(ViewSink):
     """Live parameters in this machine's memory.
 
     Args:
@@ -28,18 +28,18 @@ class VllmSink(ViewSink):
         self._plan = plan
 
     @classmethod
-    def over(cls, plan: SlicePlan) -> VllmSink:
+    def over(cls, plan: SlicePlan) -> ParameterSink:
         """Return the sink for where the parameters are: memory of the machine, or of a device."""
         is_host = all(piece.live.device.type == "cpu" for held in plan.pieces.values() for piece in held)
-        return VllmSink(plan) if is_host else DeviceSink(plan)
+        return ParameterSink(plan) if is_host else DeviceSink(plan)
 
     def tensors(self) -> Mapping[str, TensorSpec]:
         """Return every checkpoint tensor that the engine loads from."""
         return self._plan.tensors
 
     def boxes(self) -> Mapping[str, Sequence[ShardSpec]]:
-        """Return the boxes that this worker holds, each once however many copies there are."""
-        return {name: tuple(dict.fromkeys(piece.box for piece in held)) for name, held in self._plan.pieces.items()}
+        """Return the boxes that this rank holds, each once however many copies there are."""
+        return {n: tuple(dict.fromkeys(piece.box for piece in held)) for n, held in self._plan.pieces.items() if held}
 
     def views(self, name: str, box: ShardSpec) -> Sequence[Bits]:
         """Return the live memory of every copy of a box."""
@@ -54,21 +54,21 @@ class VllmSink(ViewSink):
         """
         found = list(self._plan.find(name, box))
         if not found:
-            message = f"this worker does not hold {name!r} at {box.offset}+{box.shape}"
+            message = f"this rank does not hold {name!r} at {box.offset}+{box.shape}"
             raise LayoutMismatchError(message)
         return found
 
     def checksums(self) -> dict[str, str]:
-        """Return tensor name -> xxh3_128 of its bytes, for the tensors that this worker holds whole."""
+        """Return tensor name -> xxh3_128 of its bytes, for the tensors that this rank holds whole."""
         digests = {}
         for name, spec in self._plan.tensors.items():
             box = whole_box(spec.shape)
-            if box in self.boxes()[name]:
+            if box in self.boxes().get(name, ()):
                 digests[name] = xxhash.xxh3_128_hexdigest(np.ascontiguousarray(self.read(name, box)).tobytes())
         return digests
 
 
-class DeviceSink(VllmSink):
+class DeviceSink(ParameterSink):
     """Live parameters in a device's memory: torch moves what numpy cannot see."""
 
     def write_dense(self, name: str, box: ShardSpec, bits: Bits) -> None:

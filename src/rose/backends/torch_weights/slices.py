@@ -1,6 +1,6 @@
 """Which part of which live parameter every part of every checkpoint tensor becomes.
 
-vLLM fuses (qkv, gate and up), pads (vocabulary) and cuts (tensor parallelism) while it loads, each model in its own
+Engines fuse (qkv, gate and up), pad (vocabulary) and cut (tensor parallelism) while they load, each model in its own
 ``load_weights``. The plan is found by running that very method once with tensors that have shapes but no bytes (meta
 device) and noting every copy it would make; so there is no table of models, and live weights are only looked at.
 """
@@ -17,7 +17,7 @@ import attrs
 import torch
 from torch.overrides import TorchFunctionMode
 
-from rose.backends.vllm.checkpoint_files import StoredTensor, find_tensors
+from rose.backends.torch_weights.checkpoint_files import StoredTensor, find_tensors
 from rose.errors import LayoutMismatchError
 from rose.interfaces.trainer import ShardSpec, TensorSpec
 
@@ -45,7 +45,7 @@ class SlicePlan:
         """Find the plan of a loaded model.
 
         Args:
-            model: A vLLM model; its ``load_weights`` is called (within vLLM's current config).
+            model: An engine's model; its ``load_weights`` is called (vLLM's within vLLM's current config).
             checkpoint: Tensor name -> a contiguous meta tensor of the checkpoint's shape and dtype. Names that the
                 model does not load are left out of the plan.
 
@@ -55,14 +55,21 @@ class SlicePlan:
         """
         names = {tensor.untyped_storage()._cdata: name for name, tensor in checkpoint.items()}  # noqa: SLF001 - identity
         found: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}
-        for source, live in _record(model, checkpoint):
+        recorder = _record(model, checkpoint)
+        for source, live in recorder.copies:
             name = names.get(source.untyped_storage()._cdata)  # noqa: SLF001 - identity
             if name is None:
                 message = f"{type(model).__name__} computes a parameter of shape {tuple(live.shape)} while it loads"
                 raise LayoutMismatchError(message)
             found.setdefault(name, []).append((source, live))
-        _check_all_loaded(model, [live for copies in found.values() for _, live in copies])
-        tensors, pieces = {}, {}
+        padded = {name: held for name, held in recorder.cleared.items() if name in checkpoint and name not in found}
+        _check_all_loaded(
+            model, [live for _, live in recorder.copies] + [live for held in padded.values() for live in held]
+        )
+        tensors: dict[str, TensorSpec] = {}
+        pieces: dict[str, tuple[Piece, ...]] = {}
+        for name, held in padded.items():  # tensors of which this rank holds padding only
+            tensors[name], pieces[name] = _spec(name, checkpoint[name], held), ()
         for name, copies in found.items():
             tensors[name] = _spec(name, checkpoint[name], [live for _, live in copies])
             pieces[name] = tuple(_piece(name, checkpoint[name], source, live) for source, live in copies)
@@ -89,13 +96,13 @@ def as_meta(stored: Mapping[str, StoredTensor]) -> dict[str, torch.Tensor]:
     return {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in stored.items()}
 
 
-def _record(model: torch.nn.Module, checkpoint: Mapping[str, torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def _record(model: torch.nn.Module, checkpoint: Mapping[str, torch.Tensor]) -> _CopyRecorder:
     """Return the copies that the loader would make, each as part of a checkpoint tensor and view of a live parameter."""
-    recorder, taken = _CopyRecorder(), ["nothing"]
+    recorder = _CopyRecorder()
 
     def weights() -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in checkpoint.items():
-            taken[0] = name
+            recorder.taken = name
             yield name, tensor
 
     try:
@@ -103,19 +110,27 @@ def _record(model: torch.nn.Module, checkpoint: Mapping[str, torch.Tensor]) -> l
             model.load_weights(weights())
     except _LOADER_ERRORS as error:
         message = (
-            f"{type(model).__name__}.load_weights, when it had taken {taken[0]}, needed more than cuts and copies, or met a parameter "
-            f"that vLLM replaced after loading, which ROSE cannot update: {error!r}; load the model without quantization"
+            f"{type(model).__name__}.load_weights, when it had taken {recorder.taken}, needed more than cuts and copies, or met a parameter "
+            f"that the engine replaced after loading, which ROSE cannot update: {error!r}; load the model without quantization"
         )
         raise LayoutMismatchError(message) from error
-    return recorder.copies
+    return recorder
 
 
 class _CopyRecorder(TorchFunctionMode):  # type: ignore[misc] # torch is untyped here
-    """Notes copies from meta tensors into real ones instead of making them; sees this thread's calls only."""
+    """Notes copies from meta tensors into real ones instead of making them; sees this thread's calls only.
+
+    Attributes:
+        copies: Source and live view of each.
+        cleared: By the name of ``taken`` then, the live views that were filled with a constant: padding.
+        taken: The checkpoint tensor that the loader is at.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.cleared: dict[str, list[torch.Tensor]] = {}
+        self.taken = "nothing"
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.copy_ and args[1].is_meta and not args[0].is_meta:
@@ -125,7 +140,8 @@ class _CopyRecorder(TorchFunctionMode):  # type: ignore[misc] # torch is untyped
             self._note(args[2], args[0][args[1]])
             return None
         if func in (torch.Tensor.fill_, torch.Tensor.zero_) and not args[0].is_meta:
-            return args[0]  # padding that a real load cleared already
+            self.cleared.setdefault(self.taken, []).append(args[0].detach())
+            return args[0]  # a real load cleared it already
         return func(*args, **(kwargs or {}))
 
     def _note(self, source: torch.Tensor, live: torch.Tensor) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from rose import errors
 from rose.backends.vllm import VllmEngine, VllmOptions, environment
-from rose.backends.vllm.wire import (
+from rose.backends.wire import (
     activation_from_wire,
     activation_to_wire,
     answers,

@@ -13,8 +13,8 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
-from rose.backends.vllm.slices import SlicePlan, read_checkpoint
-from rose.backends.vllm.weights import VllmSink
+from rose.backends.torch_weights.sink import ParameterSink
+from rose.backends.torch_weights.slices import SlicePlan, read_checkpoint
 from rose.errors import LayoutMismatchError
 from rose.interfaces.trainer import ShardSpec
 
@@ -62,6 +62,30 @@ def bits_of(tensor: Any) -> np.ndarray:
     return tensor.view(torch.int16).numpy().view(np.uint16)
 
 
+class Padded(torch.nn.Module):
+    """Rank ``rank`` of 2 of a tensor of 3 rows that is padded to 8: the second rank holds padding only."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.rank, self.w = rank, parameter(4, 6)
+
+    def load_weights(self, weights: Iterator[tuple[str, Any]]) -> None:
+        for _, tensor in weights:
+            num_rows = 0 if self.rank else 3
+            self.w.data.narrow(0, num_rows, 4 - num_rows).zero_()
+            source = tensor.narrow(0, 0, 3) if num_rows else torch.zeros_like(self.w.data.narrow(0, 0, 0))
+            self.w.data.narrow(0, 0, num_rows).copy_(source)
+
+
+@pytest.mark.parametrize(("rank", "num_rows"), [(0, 3), (1, 0)])
+def test_a_rank_may_hold_padding_only(rank: int, num_rows: int) -> None:
+    plan = SlicePlan.trace(Padded(rank), checkpoint({"w": (3, 6)}))
+    assert plan.tensors["w"].shape == (3, 6)
+    boxes = ParameterSink.over(plan).boxes().get("w", ())
+    assert [box.shape for box in boxes] == ([(num_rows, 6)] if num_rows else [])
+    assert set(ParameterSink.over(plan).checksums()) == ({"w"} if num_rows else set())
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_plan_finds_where_each_slice_lives(rank: int) -> None:
     plan = SlicePlan.trace(Fused(rank), checkpoint())
@@ -94,7 +118,7 @@ def test_writes_through_the_sink_equal_a_load(rank: int) -> None:
     whole = {name: torch.from_numpy(rng.normal(size=shape)).to(BF16) for name, shape in SHAPES.items()}
     expected, model = Fused(rank), Fused(rank)
     expected.load_weights(iter(whole.items()))
-    sink = VllmSink(SlicePlan.trace(model, checkpoint()))
+    sink = ParameterSink(SlicePlan.trace(model, checkpoint()))
     for number, (name, boxes) in enumerate(sink.boxes().items()):
         for box in boxes:
             index = tuple(slice(o, o + n) for o, n in zip(box.offset, box.shape, strict=True))
@@ -112,7 +136,7 @@ def test_writes_through_the_sink_equal_a_load(rank: int) -> None:
 def test_sparse_write_into_a_part_of_a_fused_parameter() -> None:
     """A cell smaller than the piece, in memory that is not contiguous for it."""
     model = Fused()
-    sink = VllmSink(SlicePlan.trace(model, checkpoint()))
+    sink = ParameterSink(SlicePlan.trace(model, checkpoint()))
     cell = ShardSpec(offset=(1, 2), shape=(1, 3))
     sink.write_sparse("k", cell, np.array([0, 2]), np.array([0x3F80, 0x4000], dtype=np.uint16))
     expected = torch.zeros(4, 6, dtype=BF16)
@@ -124,7 +148,7 @@ def test_sparse_write_into_a_part_of_a_fused_parameter() -> None:
 
 def test_a_read_shows_the_live_bits() -> None:
     model = Fused()
-    sink = VllmSink(SlicePlan.trace(model, checkpoint()))
+    sink = ParameterSink(SlicePlan.trace(model, checkpoint()))
     box = ShardSpec(offset=(0,), shape=(6,))
     model.norm.data.fill_(1)
     assert sink.read("norm", box).tolist() == [0x3F80] * 6
@@ -132,7 +156,7 @@ def test_a_read_shows_the_live_bits() -> None:
 
 
 def test_boxes_of_other_ranks_are_refused() -> None:
-    sink = VllmSink(SlicePlan.trace(Fused(0), checkpoint()))
+    sink = ParameterSink(SlicePlan.trace(Fused(0), checkpoint()))
     for box in (ShardSpec(offset=(2, 0), shape=(2, 6)), ShardSpec(offset=(1, 0), shape=(2, 6))):
         with pytest.raises(LayoutMismatchError, match="'q'"):
             sink.write_dense("q", box, np.zeros(box.shape, dtype=np.uint16))
@@ -156,7 +180,7 @@ class Copies(torch.nn.Module):
 
 def test_every_copy_is_written_and_scalars_work() -> None:
     model = Copies()
-    sink = VllmSink(SlicePlan.trace(model, checkpoint({"w": (3, 2), "scale": ()})))
+    sink = ParameterSink(SlicePlan.trace(model, checkpoint({"w": (3, 2), "scale": ()})))
     (box,) = sink.boxes()["w"]
     sink.write_dense("w", box, np.full((3, 2), 0x3F80, dtype=np.uint16))
     assert bool((model.first == 1).all())

@@ -80,7 +80,7 @@ def find_tensors(directory: Path) -> dict[str, StoredTensor]:
 
 
 def _files(directory: Path) -> list[Path]:
-    """Return the files of a checkpoint: those of its index, as vLLM does, since others may hold the same names."""
+    """Return the files of a checkpoint: those of its index, as engines do, since others may hold the same names."""
     files = sorted(directory.glob("*.safetensors"))
     index = directory / _INDEX
     if not index.exists():

@@ -12,9 +12,9 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
-from rose.backends.vllm.checkpoint_files import find_tensors
-from rose.backends.vllm.loaded_bits import check_loaded_bits
-from rose.backends.vllm.slices import SlicePlan, as_meta
+from rose.backends.torch_weights.checkpoint_files import find_tensors
+from rose.backends.torch_weights.loaded_bits import check_loaded_bits
+from rose.backends.torch_weights.slices import SlicePlan, as_meta
 from rose.errors import LayoutMismatchError
 
 EXPERTS, WIDTH, HIDDEN = 4, 32, 96

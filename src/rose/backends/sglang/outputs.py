@@ -1,0 +1,245 @@
+"""Reads the events that answer one ``/generate``. No I/O.
+
+Invariants:
+
+* A stream is over when an event has a finish reason, when one of the client's own stop ids came, or when the server tells an error; an end of
+  the connection is none of these.
+* Every token is handed out once. SGLang counts the tokens of a request (``completion_tokens``), and the count decides what of an event is
+  new: an abort of a request that waits repeats the last token and all log-probs, a server that is not incremental repeats everything.
+* What is wrong with an event is raised after the tokens of the events before it have been handed out, and nothing is filled in.
+* Each token has the weight version that made it. SGLang labels an event as it passes the front end, and tells for certain (``weight_versions``)
+  with the last event only; where the two differ the stream ends with an error, for wrong versions were handed out.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+import attrs
+
+from rose.backends.sglang.answers import of_code, told_in_stream
+from rose.backends.sglang.facts import read_label
+from rose.errors import EngineError, RequestRefusedError
+from rose.types import EngineRequest, FinishReason, TokenChunk, WeightVersion
+
+EVICTED = "rose:evicted"
+"""The message under which ROSE's package in the server ends a request whose KV memory was taken back."""
+
+REFUSED = "rose:refused"
+"""The message under which it ends a request that the device's memory can never hold."""
+
+_FINISH_REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORTED}
+_MAX_EVENT_BYTES = 64 << 20
+_NUMBERS, _INTEGERS = frozenset({int, float}), frozenset({int})
+
+
+@attrs.define
+class _Run:
+    """Tokens up to ``end``, from the run before on, came under one label."""
+
+    label: str | None
+    end: int
+
+
+class EventReader:
+    """Reads the events of one request.
+
+    Args:
+        request: What was asked for.
+        labels: Versions of weight labels that are not of the form ``run:n``.
+        own_stops: Token ids that end the stream here; the server does not know of them.
+        is_incremental: Whether events carry what is new; otherwise everything so far.
+
+    Attributes:
+        num_events: Events with the request's own state so far; from the first on the server's scheduler has it.
+        num_tokens: Tokens handed out so far.
+        finish_reason: Why the stream ended, once it has.
+        is_cut: It ended here, and the server goes on.
+        is_done: The server has said that no event follows.
+        error: What was wrong with the last event; the tokens before it were handed out.
+    """
+
+    def __init__(
+        self,
+        request: EngineRequest,
+        *,
+        labels: Mapping[str, WeightVersion] | None = None,
+        own_stops: frozenset[int] = frozenset(),
+        is_incremental: bool = True,
+    ) -> None:
+        self.num_events = 0
+        self.num_tokens = 0
+        self.finish_reason: FinishReason | None = None
+        self.is_cut = False
+        self.is_done = False
+        self.error: EngineError | None = None
+        self._has_logprobs = request.sampling.logprobs
+        self._max_tokens = request.sampling.max_tokens
+        self._labels = labels or {}
+        self._own_stops = own_stops
+        self._is_incremental = is_incremental
+        self._rest = b""
+        self._runs: list[_Run] = []
+        self._chunks: list[TokenChunk] = []
+
+    @property
+    def is_over(self) -> bool:
+        """Return whether nothing is to be read any more."""
+        return self.finish_reason is not None or self.error is not None
+
+    def feed(self, data: bytes) -> list[TokenChunk]:
+        """Read what came next; returns its tokens, a chunk a weight version, without a finish reason."""
+        lines = (self._rest + data).split(b"\n")
+        self._rest = lines.pop()
+        try:
+            if len(self._rest) > _MAX_EVENT_BYTES:
+                self._fail(f"an event is longer than {_MAX_EVENT_BYTES >> 20} MiB")
+            for line in lines:
+                if line.startswith(b"data:"):
+                    self._read(line[5:].strip())
+        except EngineError as error:
+            self.error = self.error or error
+        chunks, self._chunks = self._chunks, []
+        return chunks
+
+    def _read(self, text: bytes) -> None:
+        if text == b"[DONE]":
+            self.is_done = True
+            return
+        if self.is_cut:
+            return
+        try:
+            event = json.loads(text.decode())
+        except ValueError as error:  # a wrong encoding among them
+            self._fail(f"an event is no JSON ({error})", error)
+        if isinstance(event, Mapping) and "error" in event:
+            raise told_in_stream(event["error"])
+        if not isinstance(event, Mapping) or "meta_info" not in event:
+            self._fail(f"an event has no meta_info: {str(event)[:200]}")
+        self._take(event, event["meta_info"])
+
+    def _take(self, event: Mapping[str, Any], meta: Mapping[str, Any]) -> None:
+        try:
+            ids, num_told = event["output_ids"], meta["completion_tokens"]
+            finish, label = meta["finish_reason"], meta["weight_version"]
+            kind = None if finish is None else finish["type"]
+        except (AttributeError, KeyError, TypeError) as error:
+            self._fail(f"an event has a malformed field ({error!r})", error)
+        if self.finish_reason is not None:
+            self._fail("there was more after the finish reason")
+        self.num_events += 1
+        first, num_new = self._new_of(ids, num_told)
+        new = tuple(ids[first : first + num_new])
+        logprobs = self._checked_logprobs(meta.get("output_token_logprobs"), new, first)
+        stop = next((place for place, token in enumerate(new) if token in self._own_stops), None)
+        if stop is not None:
+            new, logprobs = new[: stop + 1], logprobs[: stop + 1]
+            self.is_cut = True
+        spans = self._spans(meta.get("weight_versions"), num_told)
+        self._hand_out(new, logprobs, spans or [(label, self.num_tokens + len(new))])
+        if spans and not self.is_cut:
+            self._compare(spans)
+        if self.is_cut:
+            self.finish_reason = FinishReason.STOP
+        elif kind is not None:
+            self.finish_reason = self._reason(kind, finish)
+
+    def _new_of(self, ids: Any, num_told: Any) -> tuple[int, int]:
+        """Return where in an event's ids the new ones begin, and how many they are."""
+        if type(num_told) is not int or not isinstance(ids, list) or not set(map(type, ids)) <= _INTEGERS:
+            self._fail(f"an event has malformed token ids: {str(ids)[:60]}, counted {num_told!r}")
+        num_new = num_told - self.num_tokens
+        if num_told > self._max_tokens:
+            self._fail(f"{num_told} tokens came of the {self._max_tokens} that were asked for")
+        num_there = len(ids) if self._is_incremental else len(ids) - self.num_tokens
+        if not 0 <= num_new <= num_there:
+            self._fail(
+                f"tokens were lost: the server counts {num_told}, {self.num_tokens} came before and {num_there} now"
+            )
+        return (0 if self._is_incremental else self.num_tokens), num_new
+
+    def _checked_logprobs(self, found: Any, new: Sequence[int], first: int) -> tuple[float, ...]:
+        """Return one log-prob for each new token, where they were asked for."""
+        if not self._has_logprobs or not new:
+            return ()
+        try:
+            rows = found[first : first + len(new)]
+            values = [value for value, _, *_ in rows]
+            is_theirs = [token for _, token, *_ in rows] == list(new)
+        except (TypeError, ValueError) as error:
+            self._fail(f"{len(new)} tokens came without one log-prob each ({error!r})", error)
+        if not is_theirs:
+            self._fail(f"{len(new)} tokens came without one log-prob each: there are {len(rows)}, or of other tokens")
+        for value in values:
+            if type(value) not in _NUMBERS or not -math.inf < value <= 0:
+                self._fail(f"a log-prob is {value!r}; it must be a number, and not above 0")
+        return tuple(values)
+
+    def _spans(self, told: Any, num_told: int) -> list[tuple[str | None, int]]:
+        """Return the labels with the number of tokens up to the end of each; nothing where the server does not tell."""
+        if not told:
+            return []
+        spans: dict[int, str | None] = {}
+        try:
+            for span in told:
+                if span["end"] > span["start"]:
+                    if spans and span["version"] == next(reversed(spans.values())):
+                        spans.popitem()
+                    spans[int(span["end"])] = span["version"]
+        except (KeyError, TypeError, ValueError) as error:
+            self._fail(f"malformed weight_versions ({error!r})", error)
+        if spans and next(reversed(spans)) != num_told:
+            self._fail(f"weight_versions end at token {next(reversed(spans))} of {num_told}")
+        return [(label, end) for end, label in spans.items()]
+
+    def _hand_out(self, new: Sequence[int], logprobs: Sequence[float], spans: Sequence[tuple[str | None, int]]) -> None:
+        begin, end = self.num_tokens, self.num_tokens + len(new)
+        at = begin
+        for label, span_end in spans:
+            until = min(span_end, end)
+            if until <= at:
+                continue
+            version = read_label(label, self._labels)
+            part = slice(at - begin, until - begin)
+            self._chunks.append(TokenChunk(token_ids=tuple(new[part]), logprobs=tuple(logprobs[part]), version=version))
+            self._note(label, until)
+            at = until
+        self.num_tokens = end
+
+    def _note(self, label: str | None, end: int) -> None:
+        if self._runs and self._runs[-1].label == label:
+            self._runs[-1].end = end
+        else:
+            self._runs.append(_Run(label, end))
+
+    def _compare(self, spans: Sequence[tuple[str | None, int]]) -> None:
+        """Check what was handed out against what the server says at the end."""
+        handed = [(run.label, run.end) for run in self._runs]
+        if handed != list(spans):
+            self._fail(
+                f"tokens were handed out under the weight labels {handed}, and the server says now {list(spans)}"
+            )
+
+    def _reason(self, kind: object, finish: Mapping[str, Any]) -> FinishReason:
+        message, code = str(finish.get("message") or ""), finish.get("status_code")
+        found = _FINISH_REASONS.get(str(kind))
+        if found is None:
+            self._fail(f"the server ended it with {kind!r}; see its log")
+        if found is FinishReason.ABORTED:
+            if message == EVICTED:
+                return FinishReason.EVICTED
+            if message == REFUSED:
+                message = (
+                    "the request needs more KV memory than the server's device can ever give; ask for fewer tokens"
+                )
+                raise RequestRefusedError(message)
+            if code is not None:
+                raise of_code(code, f"SGLang ended the request: {message} (status {code})")
+        return found
+
+    def _fail(self, what: str, cause: Exception | None = None) -> NoReturn:
+        message = f"after {self.num_tokens} tokens of an answer: {what}"
+        raise EngineError(message) from cause

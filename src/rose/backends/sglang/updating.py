@@ -1,0 +1,126 @@
+"""The weights of one SGLang server: which version they are, and how they become another.
+
+Invariants:
+
+* A stage, an activation and a sleep never overlap: they take ``lock``.
+* An activation happens in a pause (keep), so that the label of each event is that of the weights that made its tokens; a pause that was there
+  before stays.
+* A server that was started anew is prepared anew.
+* Fenced weights have no version; whoever made them so is told by ``on_fenced``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Awaitable, Callable, Mapping
+
+import attrs
+
+from rose.backends.sglang.client import PatientHttp, SglangClient
+from rose.backends.sglang.control import SglangControl
+from rose.backends.sglang.facts import read_label
+from rose.backends.sglang.updates import SglangUpdates
+from rose.errors import EngineUnsupportedError, RoseError
+from rose.interfaces.serving import PauseMode
+from rose.types import Activation, WeightUpdate, WeightVersion
+
+
+class ServerWeights:
+    """See the module's text.
+
+    Args:
+        client: The server's connections.
+        control: Its commands.
+        labels: Versions of weight labels that are not of the form ``run:n``.
+        timeout_s: How long one command of an update may take.
+        on_fenced: Called once the weights turn out to be of no known version.
+
+    Attributes:
+        version: Of the weights as last heard.
+        is_fenced: They are not known to be any version.
+        is_writing: The server is busy with an activation and may not answer.
+        lock: What must not overlap takes it.
+    """
+
+    def __init__(
+        self,
+        client: SglangClient,
+        control: SglangControl,
+        *,
+        labels: Mapping[str, WeightVersion],
+        timeout_s: float,
+        on_fenced: Callable[[], Awaitable[None]],
+    ) -> None:
+        self.version: WeightVersion | None = None
+        self.is_fenced = False
+        self.is_writing = False
+        self.lock = asyncio.Lock()
+        self._client, self._control = client, control
+        self._labels, self._timeout_s, self._on_fenced = labels, timeout_s, on_fenced
+        self._updates: SglangUpdates | None = None
+        self._start = ""
+
+    def hear(self, label: object) -> None:
+        """Take over the label that the server shows."""
+        self.version = None if self.is_fenced else read_label(label, self._labels)
+
+    async def updates(self) -> SglangUpdates:
+        """Return what carries updates, prepared for this start of the server.
+
+        Raises:
+            EngineUnsupportedError: The server has no ROSE package.
+        """
+        facts = await self._control.beat()
+        if self._updates is None or self._start != facts.start:
+            updates = SglangUpdates(PatientHttp(self._client, self._timeout_s), facts.num_ranks)
+            known = read_label(await self._control.weight_label(), self._labels)
+            state = await updates.begin(None if known is None else str(known))
+            self.is_fenced, self.version = state.is_fenced, state.version
+            self._updates, self._start = updates, facts.start
+        return self._updates
+
+    async def stage(self, update: WeightUpdate) -> None:
+        """Let the server's processes fetch, verify and decode an update while it serves."""
+        updates = await self.updates()
+        try:
+            await updates.stage(update)
+        except RoseError:
+            await self._learn(updates)
+            raise
+
+    async def activate(self) -> Activation:
+        """Make the staged update current; ``pause_s`` is the pause as a client sees it."""
+        updates = await self.updates()
+        was_paused = self._control.paused is not None
+        paused_at_s = time.perf_counter()
+        self.is_writing = True
+        try:
+            if not was_paused:
+                await self._control.pause(PauseMode.KEEP)
+            activation = await updates.activate()
+        except RoseError:
+            await self._learn(updates)
+            raise
+        else:
+            self.version, self.is_fenced = activation.version, False
+        finally:
+            self.is_writing = False
+            if not was_paused:
+                await self._control.resume()
+        return attrs.evolve(activation, pause_s=time.perf_counter() - paused_at_s)
+
+    async def lose(self) -> None:
+        """Note that the weights are gone, here and in the server."""
+        self.is_fenced, self.version = True, None
+        with contextlib.suppress(EngineUnsupportedError):
+            await (await self.updates()).fence()
+            self.is_fenced, self.version = True, None
+
+    async def _learn(self, updates: SglangUpdates) -> None:
+        """Find out whether something that failed has left the weights unknown."""
+        with contextlib.suppress(RoseError):
+            if (await updates.state()).is_fenced and not self.is_fenced:
+                self.is_fenced, self.version = True, None
+                await self._on_fenced()
