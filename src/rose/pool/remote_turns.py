@@ -61,7 +61,10 @@ class RemoteCall:
 
     def is_making(self, start: direct.Start) -> bool:
         """Tell whether an attempt is the one under way: by its request, since numbers begin anew with a pool that was started anew."""
-        return self.start is not None and self.start.request_id == start.request_id
+        one = self.start
+        if one is None or one.request_id != start.request_id:
+            return False
+        return not self.is_ahead or one.address == start.address  # a lease or a start of the engine that is over now
 
     def begin(self, start: direct.Start) -> EngineRequest | None:
         """Begin an attempt; returns the request, or ``None`` when it is the one under way, of which the pool wants to hear again."""

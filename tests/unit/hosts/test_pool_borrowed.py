@@ -58,7 +58,7 @@ async def test_the_lease_of_the_moment_is_the_client_s(tmp_path: Path) -> None:
         parts.lend(9)
         parts.remote.set_lease(9)
         assert len((await remote.generate(TURN)).token_ids) == NUM_TOKENS
-        assert parts.service.num_fenced == 0
+        assert parts.service.num_fenced <= 1  # the second turn's head start, which has the lease of before
         assert len(parts.fake.requests) == 2
 
 

@@ -74,7 +74,7 @@ class Stepping:
         self.weight_sums: Any = None
         self.budget_tokens = self.num_kv_tokens
         self._admitted_order: dict[str, int] = {}
-        self._num_admitted = 0
+        self._num_admitted = self._num_ended = 0
         self._fresh: list[Any] = []
         self._wants_inputs = False
         self._has_device = settings.device is not None
@@ -128,8 +128,12 @@ class Stepping:
         if not word.may_step:
             return False
         if word.takes_inputs:
+            num_ended = self._num_ended
             self.scheduler.ingest_requests()
-            if self._is_stopped() and self.has_unfinished_requests():
+            is_stopped = self._is_stopped() and self.has_unfinished_requests()
+            if (
+                is_stopped or self._num_ended != num_ended
+            ):  # what a command ended was published, and the turn given back
                 self.control.begin(self, None)
                 return False
         return True
@@ -231,6 +235,7 @@ class Stepping:
         for req in reqs:
             self._admitted_order.pop(req.rid, None)
             self.control.note_aborted(req.rid)
+        self._num_ended += len(reqs)
         self.num_evicted += len(reqs) if message == EVICTED else 0
         if reqs:
             self.control.publish(self)
