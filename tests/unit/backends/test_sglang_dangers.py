@@ -323,7 +323,11 @@ class Updates:
     def __init__(self, fake, control: SglangControl) -> None:
         self.fake, self.control = fake, control
         self.begun, self.fails, self.paused_at = [], None, []
-        self.version, self.is_fenced = fake.weight_version, False
+        self.version, self.is_fenced, self.update = fake.weight_version, False, None
+
+    @property
+    def staged(self):
+        return None if self.update is None else self.update.target
 
     async def begin(self, label):
         self.begun.append(label)
@@ -338,15 +342,16 @@ class Updates:
     async def stage(self, update):
         if self.fails:
             raise self.fails
-        self.staged = update
+        self.update = update
 
-    async def activate(self):
+    async def activate(self, *, target):
         self.paused_at.append(self.control.paused)
+        assert target == self.staged
         if self.fails:
             self.is_fenced = True
             raise self.fails
-        self.fake.weight_version, self.is_fenced = self.staged.target, False
-        return Activation(version=self.staged.target, stage_s=0.0, pause_s=0.0, fetched_bytes=0, is_verified=True)
+        self.fake.weight_version, self.is_fenced = target, False
+        return Activation(version=target, stage_s=0.0, pause_s=0.0, fetched_bytes=0, is_verified=True)
 
 
 @contextlib.asynccontextmanager
@@ -408,3 +413,75 @@ async def test_a_half_written_activation_fences_the_engine_until_the_next(monkey
         await engine.stage(fake_update(WeightVersion("run", 3)))
         await engine.activate()
         assert len((await collect(engine, request(4))).token_ids) == 4
+
+
+async def test_closing_the_client_ends_what_is_under_way():
+    async with opened(fake=FakeEngine(token_s=0.01, max_model_len=512)) as (engine, _, _):
+        task = asyncio.create_task(collect(engine, request()))
+        await until(lambda: any(stream.num_tokens for stream in engine._streams.values()))
+        await engine.close()
+        with pytest.raises(EngineLostError, match="its client was closed"):
+            await asyncio.wait_for(task, 2)
+
+
+async def test_another_server_at_the_address_has_another_vocabulary():
+    """A client that trusted what it knew of the server before would send ids that end this one."""
+    fake = FakeEngine(vocab_size=1000)
+    async with opened(fake=fake) as (engine, server, _):
+        await collect(engine, request(4, prompt=(500,)))
+        fake.vocab_size = 100
+        engine._control._start = "the one before"
+        engine._control.forget()  # as after a connection that broke
+        with pytest.raises(RequestRefusedError, match="500"):
+            await collect(engine, request(4, prompt=(500,)))
+        assert server.died is None
+
+
+async def test_a_reading_that_was_under_way_does_not_undo_a_sleep():
+    async with opened(has_package=True) as (engine, _, _):
+        beat, go_on = engine._control.beat, asyncio.Event()
+
+        async def slow_beat():
+            facts = await beat()
+            await go_on.wait()
+            return facts
+
+        engine._control.beat = slow_beat
+        snapshot = asyncio.create_task(engine.snapshot())
+        await asyncio.sleep(0.05)
+        await engine.sleep()
+        go_on.set()
+        await snapshot
+        assert engine.is_asleep
+
+
+async def test_who_put_a_server_to_sleep_does_not_matter_to_who_wakes_it():
+    async with opened(has_package=True) as (engine, _, _):
+        other = SglangEngine(engine.url, vocab_size=1000)
+        await other.sleep()
+        woken = await engine.wake()
+        assert woken.restored_bytes > 0
+        assert not (await engine.snapshot()).is_paused
+        await other.close()
+
+
+async def test_somebody_else_s_pause_outlives_an_activation(monkeypatch):
+    fake = FakeEngine(weight_version=WeightVersion("run", 1), max_model_len=512)
+    async with opened(fake=fake, has_package=True) as (engine, server, _):
+        updates = Updates(fake, engine._control)
+        monkeypatch.setattr(updating, "SglangUpdates", lambda http, num_ranks: updates)
+        other = SglangEngine(engine.url, vocab_size=1000)
+        await other.pause(PauseMode.KEEP)
+        await engine.stage(fake_update(WeightVersion("run", 2)))
+        server.calls.clear()
+        await engine.activate()
+        assert "/continue_generation" not in server.calls
+        assert (await engine.snapshot()).is_paused
+        await other.close()
+
+
+async def test_nothing_is_paused_for_an_activation_of_nothing(monkeypatch):
+    async with with_updates(monkeypatch) as (engine, server, _):
+        with pytest.raises(TransferError, match="no update is staged"):
+            await engine.activate()
+        assert "/pause_generation" not in server.calls

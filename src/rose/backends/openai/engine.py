@@ -44,6 +44,8 @@ from rose.types import (
 _logger = logging.getLogger(__name__)
 _TAIL_S = 1.0
 _NO_ROUTE = (404, 405)
+_BROKEN = (aiohttp.ClientPayloadError, aiohttp.ClientConnectionError, OSError, RuntimeError)
+"""What reading raises when the connection ends; a ``RuntimeError`` where it had ended before."""
 
 
 @attrs.define(eq=False)
@@ -176,7 +178,7 @@ class OpenAiEngine(ServingEngine):
         why = "it closed the connection without a finish reason"
         try:
             data = await stream.answer.content.readany()
-        except (aiohttp.ClientPayloadError, aiohttp.ClientConnectionError, OSError) as error:
+        except _BROKEN as error:
             if stream.is_aborted:
                 return b""
             if not isinstance(error, aiohttp.ClientPayloadError):
@@ -320,5 +322,8 @@ class OpenAiEngine(ServingEngine):
         raise EngineUnsupportedError(message)
 
     async def close(self) -> None:
-        """Close the connections, which ends what is under way; the server stays. Idempotent."""
+        """Close the connections, which ends what is under way as lost; the server stays. Idempotent."""
+        for stream in self._streams.values():
+            if stream.answer is not None:
+                stream.answer.close()  # closing the session does not wake who reads
         await self._client.close()

@@ -11,6 +11,8 @@ Invariants:
 
 from __future__ import annotations
 
+import time
+
 from rose.backends.sglang.client import SglangClient
 from rose.backends.sglang.facts import (
     VOCABULARY_PROBE,
@@ -25,6 +27,7 @@ from rose.errors import ConfigError, EngineBusyError, EngineError
 from rose.interfaces.serving import PauseMode
 from rose.types import EngineId
 
+_FRESH_S = 2.0
 _FLUSH_S = 0.5  # the scheduler needs a moment to notice that the last request has ended
 
 
@@ -44,6 +47,8 @@ class SglangControl:
         self._client = client
         self._engine_id = engine_id
         self._facts: ServerFacts | None = None
+        self._start: str | None = None
+        self._heard_s = 0.0
         self._vocab_size: int | None = None
 
     async def beat(self) -> ServerFacts:
@@ -53,14 +58,20 @@ class SglangControl:
             EngineLostError: It does not answer.
         """
         facts = read_facts(await self._client.get("/server_info"))
-        if self._facts is not None and facts.start != self._facts.start:
+        if self._start not in {None, facts.start}:
             self.paused, self._vocab_size = None, None
-        self._facts = facts
+        self._facts, self._start, self._heard_s = facts, facts.start, time.monotonic()
         return facts
 
     async def facts(self) -> ServerFacts:
-        """Return how the server was started, as last heard."""
-        return self._facts or await self.beat()
+        """Return how the server was started, as heard a moment ago: another one may answer at its address by now."""
+        if self._facts is None or time.monotonic() - self._heard_s > _FRESH_S:
+            return await self.beat()
+        return self._facts
+
+    def forget(self) -> None:
+        """Ask again next time: a connection broke."""
+        self._facts = None
 
     async def load(self) -> ServerLoad:
         """Read how busy the server is: as of its last prefill or some decode steps ago, and as of before a pause while it is paused."""

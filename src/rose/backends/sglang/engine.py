@@ -22,7 +22,7 @@ import attrs
 
 from rose.backends.openai.client import OpenAiClient
 from rose.backends.sglang import commands
-from rose.backends.sglang.client import SglangClient
+from rose.backends.sglang.client import PatientHttp, SglangClient
 from rose.backends.sglang.control import SglangControl
 from rose.backends.sglang.facts import read_rose_state
 from rose.backends.sglang.loads import combined
@@ -112,12 +112,12 @@ class SglangEngine(ServingEngine):
     def _connect(self) -> None:
         connections = OpenAiClient(self.url, engine_id=self.engine_id, token=self._token, timeout_s=self._timeout_s)
         self._client = SglangClient(connections)
+        self._patient = PatientHttp(self._client, self._update_timeout_s)
         self._control = SglangControl(self._client, self.engine_id)
         self._weights = ServerWeights(
-            self._client,
+            self._patient,
             self._control,
             labels=self._labels,
-            timeout_s=self._update_timeout_s,
             on_fenced=self._abort_each,
         )
         self._weights.hear(_UNSET_LABEL)
@@ -138,9 +138,7 @@ class SglangEngine(ServingEngine):
         Raises:
             ConfigError: Neither says.
         """
-        if self._vocab_size is None:
-            self._vocab_size = await self._control.vocab_size()
-        return self._vocab_size
+        return await self._control.vocab_size() if self._vocab_size is None else self._vocab_size
 
     def address(self) -> EngineAddress:
         """Return how another process reaches the same server. See ``SupportsAddress``."""
@@ -199,6 +197,7 @@ class SglangEngine(ServingEngine):
         try:
             await stream.begin(self._client, request_body(request, stream.rid, facts))
         except EngineLostError as error:
+            self._control.forget()
             raise stream.lost or error from error
         return stream.reader
 
@@ -206,6 +205,7 @@ class SglangEngine(ServingEngine):
         try:
             data = await stream.next(self._client)
         except EngineError as error:
+            self._control.forget()
             raise stream.lost or error from error
         if not data and stream.lost is not None:
             raise stream.lost
@@ -238,12 +238,16 @@ class SglangEngine(ServingEngine):
             EngineLostError: The server is gone, or does not answer within ``timeout_s``.
         """
         self._check_alive()
-        control = self._control
+        control, num_changes = self._control, self._weights.num_changes
         facts, load, label = await asyncio.gather(control.beat(), control.load(), control.weight_label())
-        self._weights.hear(label)
         state = read_rose_state(facts)
-        if state is not None:
-            load, self._is_asleep = state.load, state.is_asleep
+        load = load if state is None else state.load
+        if num_changes == self._weights.num_changes and not self._weights.is_changing:
+            if state is None:
+                self._weights.hear(label)
+            else:
+                self._is_asleep = state.is_asleep
+                await self._weights.hear_state(state, label)
         own = [(stream.num_tokens, stream.is_with_scheduler) for stream in self._streams.values()]
         load = combined(load, own, paused=control.paused)
         return EngineSnapshot(
@@ -265,7 +269,7 @@ class SglangEngine(ServingEngine):
         """Ask for signs of life while streams are open; end them all when there is none."""
         while self._streams:
             await asyncio.sleep(_BEAT_S)
-            if self._weights.is_writing:  # the scheduler is busy with what was asked of it
+            if self._weights.is_changing:  # the scheduler is busy with what was asked of it
                 continue
             try:
                 await self._control.beat()
@@ -373,7 +377,8 @@ class SglangEngine(ServingEngine):
             self._check_alive()
             self._is_asleep = True
             try:
-                answer = await to_the_end(commands.sleep(self._client, keeps_weights=keeps_weights))
+                with self._weights.changing():
+                    answer = await to_the_end(commands.sleep(self._patient, keeps_weights=keeps_weights))
             except RoseError:
                 self._is_asleep = False
                 raise
@@ -388,8 +393,9 @@ class SglangEngine(ServingEngine):
         async with self._weights.lock:
             start_s, restored_bytes = time.perf_counter(), 0
             self._check_alive()
-            if self._is_asleep:
-                found = (await to_the_end(commands.wake(self._client)))["weight_bytes"]
+            if await self._is_server_asleep():
+                with self._weights.changing():
+                    found = (await to_the_end(commands.wake(self._patient)))["weight_bytes"]
                 self._is_asleep = False
                 restored_bytes = found or 0
                 if found is None:
@@ -400,6 +406,11 @@ class SglangEngine(ServingEngine):
                 restored_bytes=restored_bytes,
                 wake_s=time.perf_counter() - start_s,
             )
+
+    async def _is_server_asleep(self) -> bool:
+        """Return whether the server sleeps, whoever put it to sleep."""
+        state = None if self._is_asleep else read_rose_state(await self._control.beat())
+        return self._is_asleep or (state is not None and state.is_asleep)
 
     async def step_log(self, since_s: float = -math.inf) -> list[list[float]]:
         """Return the turns of the device since then. See ``SupportsStepLog``."""
@@ -426,7 +437,8 @@ class SglangEngine(ServingEngine):
             raise EngineFencedError(message)
 
     async def close(self) -> None:
-        """Close the connections, which ends what is under way; the server stays. Idempotent."""
+        """Close the connections, which ends what is under way as lost; the server stays. Idempotent."""
+        self._end_streams(EngineLostError(f"engine {self.engine_id} is gone: its client was closed"))
         if self._watch is not None:
             self._watch.cancel()
             await asyncio.wait({self._watch})

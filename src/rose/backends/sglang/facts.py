@@ -78,11 +78,17 @@ class RoseState:
         load: How busy it is.
         is_paused: Somebody paused it.
         is_asleep: It was put to sleep.
+        has_weights: ROSE was asked for its weights, so that ``version`` and ``is_fenced`` are known.
+        version: Label of the weights.
+        is_fenced: They are not known to be any version.
     """
 
     load: ServerLoad
     is_paused: bool
     is_asleep: bool
+    has_weights: bool = False
+    version: str | None = None
+    is_fenced: bool = False
 
 
 def read_facts(info: Mapping[str, Any]) -> ServerFacts:
@@ -130,10 +136,14 @@ def read_rose_state(facts: ServerFacts) -> RoseState | None:
             kv_used_tokens=sum(int(one["kv_used_tokens"]) for one in found),
             is_fresh=True,
         )
+        weights = [rose["weights"] for rose in facts.rose if rose.get("weights") is not None]
         return RoseState(
             load=load,
             is_paused=any(one["is_paused"] for one in found),
             is_asleep=any(one["is_asleep"] for one in found),
+            has_weights=bool(weights),
+            version=weights[0]["version"] if weights else None,
+            is_fenced=any(one["is_fenced"] for one in weights),
         )
     except (KeyError, TypeError, ValueError) as error:
         message = f"ROSE's package in the server says other things than this release reads ({error!r}); install one release in both places"

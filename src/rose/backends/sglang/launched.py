@@ -49,6 +49,7 @@ class LaunchedSglang(SglangEngine):
             engine_id=options.engine_id,
             version=version,
             timeout_s=options.timeout_s,
+            update_timeout_s=options.update_timeout_s,
             clock=clock,
         )
         self.options = options
@@ -85,6 +86,9 @@ class LaunchedSglang(SglangEngine):
         Raises:
             EngineLostError: It did not start; the message has the end of its output.
         """
+        if self._keeper is not None:
+            message = f"engine {self.engine_id} was started already; close it first"
+            raise EngineError(message)
         try:
             async with asyncio.timeout(self.options.start_timeout_s):
                 await self._launch_until_up()
@@ -113,11 +117,12 @@ class LaunchedSglang(SglangEngine):
 
     async def _launch(self) -> None:
         port = _free_port()
+        await self._client.close()
         self.url = f"http://127.0.0.1:{port}"
         self._connect()
         environment = self.options.server_environment(os.environ)
         folder = environment["TMPDIR"] = tempfile.mkdtemp(prefix="rose-sglang-")
-        self._log = Path(self.options.log_path or tempfile.mkstemp(prefix="rose-sglang-", suffix=".log")[1])
+        self._log = Path(self.options.log_path or _temporary_log())
         try:
             with self._log.open("wb") as log:
                 self._keeper = await asyncio.create_subprocess_exec(
@@ -164,6 +169,7 @@ class LaunchedSglang(SglangEngine):
 
     async def close(self) -> None:
         """End the server and everything of it. Idempotent."""
+        has_served = self._lost is None
         await super().close()
         process, self._keeper = self._keeper, None
         if process is None:
@@ -181,6 +187,14 @@ class LaunchedSglang(SglangEngine):
         if self._end is not None:
             await asyncio.wait({self._end})
         self._lost = "it was closed"
+        if has_served and self._log is not None and self.options.log_path is None:
+            self._log.unlink(missing_ok=True)
+
+
+def _temporary_log() -> str:
+    descriptor, path = tempfile.mkstemp(prefix="rose-sglang-", suffix=".log")
+    os.close(descriptor)
+    return path
 
 
 def _free_port() -> int:

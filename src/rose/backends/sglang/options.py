@@ -39,10 +39,11 @@ class SglangOptions:
         is_on_cpu: Run without a GPU; as the machine is when left out.
         python_path: Folders for the server's ``PYTHONPATH``, before what it is here.
         environment: Further variables of the server's environment.
-        server_args: Further arguments of ``sglang.launch_server``; they go before the others.
-        log_path: The server's output; a file for temporary use when left out.
+        server_args: Further arguments of ``sglang.launch_server``; they win over the others.
+        log_path: The server's output; when left out a temporary file, which goes with an engine that is closed in good order.
         has_warm_up: Let a start include the model's first step, which may take seconds; an engine whose steps are held has none.
         timeout_s: How long a reading or a short command may take; a server that is silent for so long is lost.
+        update_timeout_s: How long a command that waits for the model's weights may take: one of an update, a sleep, a wake.
         start_timeout_s: How long the start may take, the first step of the model included.
     """
 
@@ -63,6 +64,7 @@ class SglangOptions:
     log_path: str | None = None
     has_warm_up: bool = attrs.field(default=True, validator=checks.boolean())
     timeout_s: float = attrs.field(default=10.0, validator=checks.number(above=0))
+    update_timeout_s: float = attrs.field(default=120.0, validator=checks.number(above=0))
     start_timeout_s: float = attrs.field(default=600.0, validator=checks.number(above=0))
 
     @property

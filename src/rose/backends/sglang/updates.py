@@ -72,7 +72,7 @@ class SglangUpdates:
             await self._call("open", version=version_label)
             state = await self.state()
             if state.version is not None:
-                await self._label(str(state.version))
+                await self.label(state.version)
             return state
 
     async def stage(self, update: WeightUpdate) -> None:
@@ -85,20 +85,27 @@ class SglangUpdates:
                 ``state`` tells that they are fenced then.
         """
         async with self._lock:
-            await self._finish("stage", update=update_to_wire(update))
+            try:
+                await self._finish("stage", update=update_to_wire(update))
+            except asyncio.CancelledError:
+                await _to_the_end(self._call("drop"))
+                raise
 
     async def drop(self) -> None:
         """Forget what is staged."""
         async with self._lock:
             await self._call("drop")
 
-    async def activate(self, *, is_verified: bool = False, keeps_kv: bool = True) -> Activation:
+    async def activate(
+        self, *, target: WeightVersion | None = None, is_verified: bool = False, keeps_kv: bool = True
+    ) -> Activation:
         """Make the staged update current, between two steps of the engine; requests in flight go on under the new weights.
 
         No request that comes from now on meets a prefix that was computed under older weights. A cancelled caller waits until the
         engine is at one version again.
 
         Args:
+            target: The version that is meant; another one that is staged, by another client, is refused.
             is_verified: Sum the whole state anew meanwhile, not what changed only.
             keeps_kv: Requests in flight keep the KV that older weights made of their tokens so far. Otherwise it is dropped and made
                 anew, which takes the time of their prefills.
@@ -112,7 +119,8 @@ class SglangUpdates:
             EngineFencedError, CorruptUpdateError: The weights are no version now; send an anchor.
         """
         async with self._lock:
-            return await _to_the_end(self._activate(is_verified=is_verified, keeps_kv=keeps_kv))
+            label = None if target is None else str(target)
+            return await _to_the_end(self._activate(target=label, is_verified=is_verified, keeps_kv=keeps_kv))
 
     async def state(self) -> UpdateState:
         """Return where the engine's weights are, over all ranks."""
@@ -165,10 +173,10 @@ class SglangUpdates:
         answer = await self._http.post(PATH, {"action": "checksum"})
         return [dict(rank["checksums"]) for rank in answer["ranks"]]
 
-    async def _activate(self, *, is_verified: bool, keeps_kv: bool) -> Activation:
-        answer = await self._call("activate", is_verified=is_verified, keeps_kv=keeps_kv)
+    async def _activate(self, *, target: str | None, is_verified: bool, keeps_kv: bool) -> Activation:
+        answer = await self._call("activate", target=target, is_verified=is_verified, keeps_kv=keeps_kv)
         found = [activation_from_wire(value) for value in answer["ranks"]]
-        await self._label(str(found[0].version))
+        await self.label(found[0].version)
         return attrs.evolve(
             found[0],
             stage_s=max(one.stage_s for one in found),
@@ -177,9 +185,9 @@ class SglangUpdates:
             is_verified=all(one.is_verified for one in found),
         )
 
-    async def _label(self, version: str) -> None:
+    async def label(self, version: WeightVersion) -> None:
         """Let the server's front name the version too; the spans of tokens do already."""
-        await self._http.post("/update_weight_version", {"new_version": version, "abort_all_requests": False})
+        await self._http.post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
 
     async def _finish(self, command: str, **given: Any) -> list[Any]:
         """Begin something on the threads of all ranks and wait for it; returns each rank's value."""

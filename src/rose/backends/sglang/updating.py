@@ -4,7 +4,8 @@ Invariants:
 
 * A stage, an activation and a sleep never overlap: they take ``lock``.
 * An activation happens in a pause (keep), so that the label of each event is that of the weights that made its tokens; a pause that was there
-  before stays.
+  before, anybody's, stays.
+* What a reading says of the weights is taken over only if nothing changed them while it was under way.
 * A server that was started anew is prepared anew.
 * Fenced weights have no version; whoever made them so is told by ``on_fenced``.
 """
@@ -14,15 +15,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 
 import attrs
 
-from rose.backends.sglang.client import PatientHttp, SglangClient
+from rose.backends.sglang.client import PatientHttp
 from rose.backends.sglang.control import SglangControl
-from rose.backends.sglang.facts import read_label
+from rose.backends.sglang.facts import RoseState, read_label, read_rose_state
 from rose.backends.sglang.updates import SglangUpdates
-from rose.errors import EngineUnsupportedError, RoseError
+from rose.errors import EngineUnsupportedError, RoseError, TransferError
 from rose.interfaces.serving import PauseMode
 from rose.types import Activation, WeightUpdate, WeightVersion
 
@@ -31,40 +32,63 @@ class ServerWeights:
     """See the module's text.
 
     Args:
-        client: The server's connections.
+        http: The server's connections.
         control: Its commands.
         labels: Versions of weight labels that are not of the form ``run:n``.
-        timeout_s: How long one command of an update may take.
         on_fenced: Called once the weights turn out to be of no known version.
 
     Attributes:
         version: Of the weights as last heard.
         is_fenced: They are not known to be any version.
-        is_writing: The server is busy with an activation and may not answer.
+        is_changing: The server is busy with a command that takes long, and may not answer meanwhile.
+        num_changes: Begins and ends of such commands so far.
         lock: What must not overlap takes it.
     """
 
     def __init__(
         self,
-        client: SglangClient,
+        http: PatientHttp,
         control: SglangControl,
         *,
         labels: Mapping[str, WeightVersion],
-        timeout_s: float,
         on_fenced: Callable[[], Awaitable[None]],
     ) -> None:
         self.version: WeightVersion | None = None
         self.is_fenced = False
-        self.is_writing = False
+        self.is_changing = False
+        self.num_changes = 0
         self.lock = asyncio.Lock()
-        self._client, self._control = client, control
-        self._labels, self._timeout_s, self._on_fenced = labels, timeout_s, on_fenced
+        self._http, self._control = http, control
+        self._labels, self._on_fenced = labels, on_fenced
         self._updates: SglangUpdates | None = None
         self._start = ""
 
+    @contextlib.contextmanager
+    def changing(self) -> Iterator[None]:
+        """Mark the time in which the server carries a command out that takes long."""
+        self.is_changing = True
+        self.num_changes += 1
+        try:
+            yield
+        finally:
+            self.is_changing = False
+            self.num_changes += 1
+
     def hear(self, label: object) -> None:
-        """Take over the label that the server shows."""
+        """Take over the label that the server's front shows."""
         self.version = None if self.is_fenced else read_label(label, self._labels)
+
+    async def hear_state(self, state: RoseState, label: object) -> None:
+        """Take over what ROSE's package in the server knows of the weights, which the front's label may have missed."""
+        if not state.has_weights:
+            self.hear(label)
+            return
+        was_fenced, self.is_fenced = self.is_fenced, state.is_fenced
+        self.version = None if state.is_fenced or state.version is None else WeightVersion.parse(state.version)
+        if self.is_fenced and not was_fenced:
+            await self._on_fenced()
+        elif self.version is not None and self.version != read_label(label, self._labels):
+            await (await self.updates()).label(self.version)
 
     async def updates(self) -> SglangUpdates:
         """Return what carries updates, prepared for this start of the server.
@@ -74,9 +98,10 @@ class ServerWeights:
         """
         facts = await self._control.beat()
         if self._updates is None or self._start != facts.start:
-            updates = SglangUpdates(PatientHttp(self._client, self._timeout_s), facts.num_ranks)
+            updates = SglangUpdates(self._http, facts.num_ranks)
             known = read_label(await self._control.weight_label(), self._labels)
-            state = await updates.begin(None if known is None else str(known))
+            with self.changing():
+                state = await updates.begin(None if known is None else str(known))
             self.is_fenced, self.version = state.is_fenced, state.version
             self._updates, self._start = updates, facts.start
         return self._updates
@@ -93,22 +118,26 @@ class ServerWeights:
     async def activate(self) -> Activation:
         """Make the staged update current; ``pause_s`` is the pause as a client sees it."""
         updates = await self.updates()
-        was_paused = self._control.paused is not None
+        target = (await updates.state()).staged
+        if target is None:
+            message = "no update is staged; call stage first"
+            raise TransferError(message)
+        state = read_rose_state(await self._control.beat())
+        was_paused = self._control.paused is not None or (state is not None and state.is_paused)
         paused_at_s = time.perf_counter()
-        self.is_writing = True
-        try:
-            if not was_paused:
-                await self._control.pause(PauseMode.KEEP)
-            activation = await updates.activate()
-        except RoseError:
-            await self._learn(updates)
-            raise
-        else:
-            self.version, self.is_fenced = activation.version, False
-        finally:
-            self.is_writing = False
-            if not was_paused:
-                await self._control.resume()
+        with self.changing():
+            try:
+                if not was_paused:
+                    await self._control.pause(PauseMode.KEEP)
+                activation = await updates.activate(target=target)
+            except RoseError:
+                await self._learn(updates)
+                raise
+            else:
+                self.version, self.is_fenced = activation.version, False
+            finally:
+                if not was_paused:
+                    await self._control.resume()
         return attrs.evolve(activation, pause_s=time.perf_counter() - paused_at_s)
 
     async def lose(self) -> None:

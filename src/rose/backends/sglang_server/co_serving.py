@@ -13,10 +13,11 @@ import json
 import logging
 import os
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, Protocol
 
+from rose.backends.sglang_server import hooks
 from rose.backends.sglang_server.agreement import Ranks
 from rose.backends.sglang_server.commands import ATTRIBUTE, Commands, plain, snapshot
 from rose.backends.sglang_server.endings import SglangCalls
@@ -49,18 +50,13 @@ def install(registry: HookRegistry) -> None:
     """Register the hooks in this process; called by the plug-in, in every process of the server.
 
     Raises:
-        SystemExit: There are settings, and they are wrong or this SGLang lacks a hooked function; a plain error would only be logged.
+        SystemExit: The settings are wrong; a plain error would only be logged.
     """
     from sglang.srt.plugins.hook_registry import HookType  # noqa: PLC0415 - only inside SGLang
 
     try:
         settings = settings_from(os.environ.get(SETTINGS))
-        for target in _HOOKS:
-            _check_target(target)
     except ConfigError as error:
-        if SETTINGS not in os.environ:  # a server that has nothing to do with ROSE
-            _logger.warning("ROSE's co-serving is off: %s", error)
-            return
         message = f"ROSE: {error}"
         raise SystemExit(message) from error
     for target, hook in _HOOKS.items():
@@ -105,12 +101,22 @@ def why_not(scheduler: Any, parallel: Any) -> str | None:
     return None
 
 
-def _check_target(target: str) -> None:
-    try:
-        pkgutil.resolve_name(target)
-    except (ImportError, AttributeError) as error:
-        message = f"this SGLang has no {target} ({error}); ROSE's hooks are made for sglang {MADE_FOR}"
-        raise ConfigError(message) from error
+def has_targets(targets: Iterable[str]) -> bool:
+    """Tell whether this SGLang has all functions that are to be hooked.
+
+    Raises:
+        SystemExit: It has not, and there are settings, so that the server is meant to share a device.
+    """
+    for target in (*targets, *_HOOKS):
+        try:
+            pkgutil.resolve_name(target)
+        except (ImportError, AttributeError) as error:
+            message = f"ROSE: this SGLang has no {target} ({error}); the hooks are made for sglang {MADE_FOR}"
+            if SETTINGS in os.environ:
+                raise SystemExit(message) from error
+            _logger.warning("%s; none is set", message)
+            return False
+    return True
 
 
 def _attach(settings: RoseSettings, original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
@@ -199,7 +205,8 @@ def _abort(original: Any, scheduler: Any, recv_req: Any) -> Any:
 
 def _sleep_on_idle(original: Any, scheduler: Any) -> Any:
     """Wait for messages on the rank that reads them; the others wait for that rank anyway."""
-    if (stepping := _stepping(scheduler)) is None:
+    stepping = _stepping(scheduler)
+    if stepping is None or not stepping.has_device:
         return original(scheduler)
     return stepping.inputs.wait(IDLE_POLL_S)
 
@@ -223,10 +230,11 @@ def _held_tokens(original: Any, observer: Any) -> int:
 
 
 def _get_state(original: Any, scheduler: Any, recv_req: Any) -> Any:
-    """Tell of the steps in ``/server_info``, which is a server's heartbeat: its load as of now, paused or not."""
+    """Tell of the steps in ``/server_info``, which is a server's heartbeat: its load as of now, paused or not, and its weights."""
     answer = original(scheduler, recv_req)
     if (stepping := _stepping(scheduler)) is not None:
-        answer.internal_state["rose"] = {"rose_snapshot": plain(snapshot(stepping))}
+        weights = hooks.weights_state(scheduler)
+        answer.internal_state["rose"] = {"rose_snapshot": plain(snapshot(stepping)), "weights": weights}
     return answer
 
 

@@ -66,7 +66,7 @@ def contain(name: str) -> Callable[..., Any]:
         own, reply = _run(original, manager, request, call)
         found = hooks.gather_over(manager.tp_cpu_group)(own)
         if call.is_write and was_open and not all(one.get("is_unread") for one in found):
-            hooks.weights_of(manager).lose()
+            hooks.lose_weights(manager)
         problems = list(dict.fromkeys(one["error"][1] for one in found if "error" in one))
         if not problems:
             return reply
@@ -127,7 +127,7 @@ def release_memory(original: Callable[..., Any], manager: Any, request: Any) -> 
     problem = release_problem(request.tags, released=manager.offload_tags, is_idle=is_idle)
     reply = _memory_call(original, manager, request, problem)
     if "weights" in (request.tags or _TAGS) and _loses_weights(manager):
-        hooks.weights_of(manager).lose()
+        hooks.lose_weights(manager)
     return reply
 
 

@@ -23,6 +23,7 @@ REFUSAL_ATTRIBUTE = "rose_memory_refusal"
 """Of SGLang's scheduler: why the last memory call was refused."""
 
 _ATTRIBUTE = "rose_weights"
+_LOST = "rose_weights_lost"
 _logger = logging.getLogger(__name__)
 
 
@@ -92,7 +93,7 @@ def _carry_out(manager: Any, text: str) -> str:
     """Carry out a command, of the step loop or else of the weights; returns its answer."""
     found = commands.find(text)
     if found is None:
-        return weights_of(manager).answer(text)
+        return weights_of(manager).answer(text, is_released="weights" in manager.offload_tags)
     return commands.answer(manager.scheduler, *found)
 
 
@@ -110,8 +111,26 @@ def weights_of(manager: Any) -> EngineWeights:
     if not hasattr(scheduler, _ATTRIBUTE):
         loop = SchedulerLoop(scheduler)
         rank = RankWeights(_describe(scheduler))
-        setattr(scheduler, _ATTRIBUTE, (EngineWeights(rank, gather_over(manager.tp_cpu_group), loop), loop))
+        weights = EngineWeights(
+            rank, gather_over(manager.tp_cpu_group), loop, is_lost=bool(getattr(scheduler, _LOST, False))
+        )
+        setattr(scheduler, _ATTRIBUTE, (weights, loop))
     return getattr(scheduler, _ATTRIBUTE)[0]  # type: ignore[no-any-return]
+
+
+def lose_weights(manager: Any) -> None:
+    """Note that something else than ROSE wrote the weights of this rank; also before ROSE was asked for anything."""
+    found = getattr(manager.scheduler, _ATTRIBUTE, None)
+    if found is None:
+        setattr(manager.scheduler, _LOST, True)
+    else:
+        found[0].lose()
+
+
+def weights_state(scheduler: Any) -> dict[str, Any] | None:
+    """Return what the weights of this rank are, ``None`` before ROSE was asked for anything."""
+    found = getattr(scheduler, _ATTRIBUTE, None)
+    return None if found is None else found[0].told()
 
 
 def gather_over(group: Any) -> Gather:
@@ -145,7 +164,7 @@ def _describe(scheduler: Any) -> RankModel:
         )
     return RankModel(
         module=runner.model,
-        checkpoint=_directory(config),
+        find_checkpoint=lambda: _directory(config),
         layout_id=f"sglang:{kind}:tp{parallel.tp_size}",
         is_tied=bool(getattr(text, "tie_word_embeddings", False)),
         is_from_checkpoint=runner.server_args.load_format != "dummy",

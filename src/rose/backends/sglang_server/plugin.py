@@ -15,7 +15,7 @@ _CONTROL = "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin"
 
 
 def register() -> None:
-    """Register everything, once a process. Silent."""
+    """Register everything, once a process, or nothing where this SGLang is another than the hooks were made for."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # noqa: PLC0415 - only in SGLang's processes
 
     around = {
@@ -28,6 +28,8 @@ def register() -> None:
         f"{_CONTROL}.release_memory_occupation": containment.tell_refusal,
         f"{_CONTROL}.resume_memory_occupation": containment.tell_refusal,
     }
+    if not co_serving.has_targets(around):
+        return
     for target, hook in around.items():
         HookRegistry.register(target, hook, HookType.AROUND)
     seeds.install(HookRegistry)

@@ -20,7 +20,14 @@ from rose.backends.torch_weights.checkpoint_files import find_tensors
 from rose.backends.torch_weights.loaded_bits import check_loaded_bits
 from rose.backends.torch_weights.sink import ParameterSink
 from rose.backends.torch_weights.slices import SlicePlan, as_meta
-from rose.errors import EngineBusyError, EngineFencedError, EngineUnsupportedError, RoseError, TransferError
+from rose.errors import (
+    EngineBusyError,
+    EngineFencedError,
+    EngineUnsupportedError,
+    RoseError,
+    TransferError,
+    VersionConflictError,
+)
 from rose.transfer.layout import TargetLayout
 from rose.transfer.subscriber import Subscriber
 from rose.transfer.sums import sink_sums
@@ -33,7 +40,7 @@ class RankModel:
 
     Attributes:
         module: The live model; its ``load_weights`` is traced.
-        checkpoint: Where the checkpoint is that it was loaded from.
+        find_checkpoint: Tells where the checkpoint is that it was loaded from.
         layout_id: Name of the engine's layout.
         is_tied: The output layer shares the embedding's weights.
         is_from_checkpoint: Its weights were loaded from the checkpoint, not made up.
@@ -41,7 +48,7 @@ class RankModel:
     """
 
     module: Any
-    checkpoint: Path
+    find_checkpoint: Callable[[], Path]
     layout_id: str
     is_tied: bool
     is_from_checkpoint: bool
@@ -100,10 +107,11 @@ class RankWeights:
         if model.problem is not None:
             raise EngineUnsupportedError(model.problem)
         label = None if version is None else WeightVersion.parse(version)
-        stored = find_tensors(model.checkpoint)
+        checkpoint = model.find_checkpoint()
+        stored = find_tensors(checkpoint)
         plan = SlicePlan.trace(model.module, as_meta(stored))
         if model.is_from_checkpoint:
-            check_loaded_bits(plan, stored, model.checkpoint)
+            check_loaded_bits(plan, stored, checkpoint)
         sink = ParameterSink.over(plan)
         aliases = _tied_names(sink) if model.is_tied else {}
         subscriber = Subscriber(sink, aliases=aliases, version=label)
@@ -159,11 +167,15 @@ class RankWeights:
             self._begin(subscriber.drop_staged)
         subscriber.drop_staged()
 
-    def check_ready(self) -> str:
+    def check_ready(self, target: str | None) -> str:
         """Return the version that ``activate`` would lead to.
+
+        Args:
+            target: The version that is meant; ``None``: whatever is staged.
 
         Raises:
             EngineBusyError: Something still reads the live weights.
+            VersionConflictError: Another one than ``target`` is staged.
             TransferError: Nothing is staged.
             EngineFencedError: The weights are fenced and what is staged is no anchor.
         """
@@ -175,6 +187,9 @@ class RankWeights:
             opened.subscriber.drop_staged()
             message = "no update is staged; call stage first"
             raise TransferError(message)
+        if target not in {None, str(self._staged)}:
+            message = f"{self._staged} is staged, not {target}; stage again"
+            raise VersionConflictError(message)
         return str(self._staged)
 
     def activate(self, *, is_verified: bool) -> Activation:

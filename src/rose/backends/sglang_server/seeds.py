@@ -73,7 +73,9 @@ def _run_batch(original: Any, scheduler: Any, batch: Any, *args: Any, **kwargs: 
     import torch  # noqa: PLC0415 - heavy
 
     info = batch.sampling_info
-    if info is not None and not info.need_min_p_sampling:  # SGLang's seeded sampling has no min_p
+    if (
+        info is not None and info.temperatures.device.type == "cpu" and not info.need_min_p_sampling
+    ):  # with min_p SGLang has no seeds
         info.sampling_seed = torch.tensor([seed_of(req) for req in batch.reqs], dtype=torch.int64)
     return original(scheduler, batch, *args, **kwargs)
 

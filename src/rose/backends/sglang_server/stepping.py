@@ -77,7 +77,7 @@ class Stepping:
         self._num_admitted = self._num_ended = 0
         self._fresh: list[Any] = []
         self._wants_inputs = False
-        self._has_device = settings.device is not None
+        self.has_device = settings.device is not None
         self.control = StepControl()
         if ranks.is_first:
             self.control = open_control(settings, self, SglangSteps())
@@ -113,7 +113,7 @@ class Stepping:
         for req in batch.reqs:
             if req.finished():
                 self._admitted_order.pop(req.rid, None)
-        if self._has_device and self.ranks.is_first:
+        if self.has_device and self.ranks.is_first:
             self.inputs.look()
             self.control.publish(self)
 
@@ -154,7 +154,7 @@ class Stepping:
 
     def _agree(self, *, asks: bool) -> Word:
         """Apply what the first rank decides, and return it."""
-        if not self._has_device:
+        if not self.has_device:
             word = Word(may_step=self._may_step())
             self._apply(word)
             return word

@@ -14,7 +14,7 @@ Commands (JSON ``{"command": name, ...}``; the answer is ``{"ranks": [...]}``, o
 
 * ``open version``: trace the loader; once an engine.
 * ``stage update``, ``sums``, ``checksums``: begin on the thread; ``poll``: is it done, and with what; ``drop``: forget what is staged.
-* ``activate is_verified keeps_kv``: write. ``pause_s`` beside ``ranks`` is how long the loop was held up.
+* ``activate target is_verified keeps_kv``: write, if that is what is staged. ``pause_s`` beside ``ranks`` is how long the loop was held up.
 * ``state``, ``layout``, ``fence``.
 """
 
@@ -29,7 +29,9 @@ from typing import Any, Protocol
 from rose.backends.sglang_server.rank import RankWeights
 from rose.backends.sglang_server.wire import Answer, attempt
 from rose.backends.wire import activation_to_wire, update_from_wire
-from rose.errors import EngineFencedError, TransferError
+from rose.errors import EngineBusyError, EngineFencedError, TransferError
+
+_NEED_WEIGHTS = frozenset({"open", "stage", "sums", "checksums", "activate"})
 
 FENCED = "rose-fenced"
 """The label of weights that are no version."""
@@ -63,10 +65,12 @@ class EngineWeights:
         rank: The rank's weights.
         gather: Over the engine's ranks.
         loop: The rank's scheduler.
+        is_lost: Something else than ROSE has written the weights already.
     """
 
-    def __init__(self, rank: RankWeights, gather: Gather, loop: EngineLoop) -> None:
+    def __init__(self, rank: RankWeights, gather: Gather, loop: EngineLoop, *, is_lost: bool = False) -> None:
         self._rank, self._gather, self._loop = rank, gather, loop
+        self._is_lost = is_lost
         self._is_labelled_fenced = False
         self._commands: dict[str, Callable[[dict[str, Any]], Any]] = {
             "stage": lambda given: rank.begin_stage(update_from_wire(given["update"])),
@@ -79,12 +83,20 @@ class EngineWeights:
             "fence": lambda _: rank.fence(),
         }
 
-    def answer(self, text: str) -> str:
-        """Carry a command out on this rank; never raises, so that no rank waits for another in vain."""
+    def answer(self, text: str, *, is_released: bool = False) -> str:
+        """Carry a command out on this rank; never raises, so that no rank waits for another in vain.
+
+        Args:
+            text: The command.
+            is_released: The memory of the weights is released, on all ranks alike; whoever needs it is refused.
+        """
         started = time.perf_counter()
         given, problem = _parse(text)
         if problem is not None:
             answers: Sequence[Answer] = [problem]
+        elif is_released and given["command"] in _NEED_WEIGHTS:
+            message = "the engine is asleep, its weights are released; wake it first"
+            answers = [{"error": [EngineBusyError.__name__, message]}]
         elif given["command"] == "open":
             answers = self._open(given)
         elif given["command"] == "activate":
@@ -95,9 +107,19 @@ class EngineWeights:
 
     def lose(self) -> None:
         """Note that something else than ROSE wrote weights; on every rank alike."""
+        self._is_lost = True
         if self._rank.is_open:
-            self._rank.fence()
-            self._label_fenced()
+            self._fence_lost()
+
+    def told(self) -> dict[str, Any]:
+        """Return which version the weights are, and whether they are fenced."""
+        version = self._rank.version
+        return {"version": None if version is None else str(version), "is_fenced": self._rank.is_fenced}
+
+    def _fence_lost(self) -> None:
+        self._is_lost = False
+        self._rank.fence()
+        self._label_fenced()
 
     def _run(self, given: dict[str, Any]) -> Any:
         work = self._commands.get(given["command"])
@@ -112,12 +134,14 @@ class EngineWeights:
         answers = self._agree(attempt(lambda: self._rank.open(given.get("version"))))
         if any("error" in answer for answer in answers):
             self._rank.close()
+        elif self._is_lost:
+            self._fence_lost()
         elif not was_open and given.get("version") is not None:
             self._loop.label(given["version"])
         return answers
 
     def _activate(self, given: dict[str, Any]) -> Sequence[Answer]:
-        ready = self._agree(attempt(self._rank.check_ready))
+        ready = self._agree(attempt(lambda: self._rank.check_ready(given.get("target"))))
         unready = [answer for answer in ready if "error" in answer]
         if unready:
             return unready[:1] * len(ready)

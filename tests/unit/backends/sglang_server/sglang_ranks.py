@@ -86,7 +86,9 @@ class Ranks:
             model.load_weights(iter(self._tensors().items()))
         self.ranks = [
             RankWeights(
-                RankModel(module=m, checkpoint=folder, layout_id="unit", is_tied=False, is_from_checkpoint=True)
+                RankModel(
+                    module=m, find_checkpoint=lambda: folder, layout_id="unit", is_tied=False, is_from_checkpoint=True
+                )
             )
             for m in self.models
         ]

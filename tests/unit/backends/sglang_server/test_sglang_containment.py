@@ -27,7 +27,7 @@ def lost(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     module.io_struct = SimpleNamespace(**outputs)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "sglang.srt.managers", module)
     noted: list[Any] = []
-    monkeypatch.setattr(hooks, "weights_of", lambda manager: SimpleNamespace(lose=lambda: noted.append(manager)))
+    monkeypatch.setattr(hooks, "lose_weights", noted.append)
     gather(monkeypatch)
     return noted
 

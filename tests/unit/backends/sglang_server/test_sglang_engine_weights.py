@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Iterator
@@ -223,15 +224,30 @@ def test_a_rank_that_cannot_open_closes_the_others(two: Ranks) -> None:
 
 
 def test_foreign_writes_fence(ranks: Ranks) -> None:
-    for engine in ranks.engines:
-        engine.lose()
-    assert all(loop.done == [] for loop in ranks.loops), "nothing is ROSE's yet"
     begun(ranks)
     for engine in ranks.engines:
         engine.lose()
         engine.lose()
     assert all(loop.done == [f"label {RUN}:0", f"label {FENCED}"] for loop in ranks.loops)
     assert {answer["value"]["is_fenced"] for answer in ranks.ask("state")} == {True}
+    assert ranks.engines[0].told() == {"version": None, "is_fenced": True}
+
+
+def test_what_was_written_before_anybody_asked_is_no_version(ranks: Ranks) -> None:
+    for engine in ranks.engines:
+        engine.lose()
+    assert all(loop.done == [] for loop in ranks.loops), "nothing is ROSE's yet"
+    ranks.ask("open", version=f"{RUN}:0")
+    assert {answer["value"]["is_fenced"] for answer in ranks.ask("state")} == {True}
+    assert all(loop.done == [f"label {FENCED}"] for loop in ranks.loops)
+
+
+def test_released_weights_are_not_touched(ranks: Ranks) -> None:
+    begun(ranks)
+    for command in ("stage", "sums", "activate"):
+        answers = [engine.answer(json.dumps({"command": command}), is_released=True) for engine in ranks.engines]
+        assert all("EngineBusyError" in answer and "wake it first" in answer for answer in answers)
+    assert {answer["value"]["staged"] for answer in ranks.ask("state")} == {None}
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"command": 3}', '{"command": "dance"}', '{"command": "stage"}'])

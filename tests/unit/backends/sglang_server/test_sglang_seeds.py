@@ -54,12 +54,17 @@ def req(rid: str, seed: int | None) -> Any:
     return SimpleNamespace(rid=rid, sampling_params=SimpleNamespace(sampling_seed=seed))
 
 
+def info_of(*, need_min_p: bool, device: str = "cpu") -> SimpleNamespace:
+    temperatures = SimpleNamespace(device=SimpleNamespace(type=device))
+    return SimpleNamespace(need_min_p_sampling=need_min_p, sampling_seed=None, temperatures=temperatures)
+
+
 def run(batch: Any) -> Any:
     return seeds._run_batch(lambda _scheduler, batch: batch.sampling_info.sampling_seed, None, batch)
 
 
 def test_every_request_of_a_batch_has_its_seed_or_one_of_its_own():
-    info = SimpleNamespace(need_min_p_sampling=False, sampling_seed=None)
+    info = info_of(need_min_p=False)
     found = run(SimpleNamespace(sampling_info=info, reqs=[req("a", 7), req("b", None), req("c", None)]))
     assert found[0] == 7
     assert len({int(seed) for seed in found}) == 3
@@ -68,7 +73,7 @@ def test_every_request_of_a_batch_has_its_seed_or_one_of_its_own():
 
 
 def test_a_batch_that_the_seeded_sampler_cannot_draw_from_keeps_the_other_one():
-    info = SimpleNamespace(need_min_p_sampling=True, sampling_seed=None)
+    info = info_of(need_min_p=True)
     assert run(SimpleNamespace(sampling_info=info, reqs=[req("a", 7)])) is None
 
 
@@ -85,3 +90,7 @@ def test_draws_follow_the_distribution():
 def test_nothing_is_hooked_unless_it_is_asked_for(monkeypatch):
     monkeypatch.delenv(seeds.SWITCH, raising=False)
     seeds.install(None)  # a registry would be used
+
+
+def test_a_batch_on_another_device_is_left_to_sglang():
+    assert run(SimpleNamespace(sampling_info=info_of(need_min_p=False, device="cuda"), reqs=[req("a", 7)])) is None
