@@ -28,6 +28,7 @@ from rose.bench.machine import commit, cpu_name
 from rose.policies.admission import AdmissionConfig, Mode, Slo
 from rose.policies.compute import ChunkConfig
 from rose.policies.memory import MemoryConfig
+from rose.reference.engines import BLOCK_TOKENS
 from rose.simulation.run_record import (
     SCHEMA,
     ArrivalRecord,
@@ -95,7 +96,7 @@ async def measure(options: Options, out: Path) -> RunRecord:
 def describe(options: Options, live: LiveFleet, runs: list[MeasuredRun], wall_s: float) -> RunRecord:
     """Return the record of the runs so far."""
     config, fleet = live.config, live.fleet
-    serving, rollout = live.serving_options[0], fleet.dedicated[0].options
+    serving, rollout = live.serving_specs[0], fleet.dedicated[0].spec
     own = [DeviceRecord(name=fleet.devices[e.engine_id], rollout_engine=e.engine_id) for e in fleet.dedicated]
     shared = [
         DeviceRecord(name=name, rollout_engine=fleet.borrowed[i].engine_id, serving_engine=f"serving{i}")
@@ -111,17 +112,17 @@ def describe(options: Options, live: LiveFleet, runs: list[MeasuredRun], wall_s:
         window_s=options.load_s,
         serving=ServingSetup(
             profile=config.serving_profile,
-            max_seqs=serving.max_num_seqs,
-            chunk_tokens=serving.max_num_batched_tokens or 0,
-            block_tokens=serving.block_size,
-            max_context_tokens=serving.max_model_len or 0,
+            max_seqs=serving.max_requests,
+            chunk_tokens=serving.chunk_tokens or 0,
+            block_tokens=BLOCK_TOKENS,
+            max_context_tokens=serving.max_len,
         ),
         rollout=RolloutSetup(
             profile=config.rollout_profile,
-            max_seqs=rollout.max_num_seqs,
+            max_seqs=rollout.max_requests,
             chunk=ChunkConfig(),
-            block_tokens=rollout.block_size,
-            max_context_tokens=rollout.max_model_len or 0,
+            block_tokens=BLOCK_TOKENS,
+            max_context_tokens=rollout.max_len,
             cap_per_engine=config.cap_per_engine,
         ),
         admission=AdmissionConfig(slo=Slo(**serving.rose["admission"]["slo"])),

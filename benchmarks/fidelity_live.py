@@ -18,7 +18,6 @@ from typing import Any
 import attrs
 from fidelity_plan import MAX_CONTEXT_TOKENS, Options
 
-from rose.backends.vllm import VllmOptions
 from rose.coserving.ledger import Ledger
 from rose.coserving.step_log import StepLog
 from rose.observe.latency import Slo
@@ -27,6 +26,7 @@ from rose.policies.routing import RoutingConfig
 from rose.pool import EngineAccount, PoolConfig, RolloutPool
 from rose.reference.demo_config import DemoConfig
 from rose.reference.demo_models import make_serving_model
+from rose.reference.engines import EngineSpec
 from rose.reference.fleet import SERVING_MAX_MODEL_LEN, SERVING_VOCAB, Fleet, Models
 from rose.reference.load import ServingLoad, plan_load
 from rose.reference.serving_site import ServingArm, ServingSite
@@ -90,7 +90,7 @@ class LiveFleet:
     fleet: Fleet
     site: ServingSite
     load: ServingLoad
-    serving_options: Sequence[VllmOptions]
+    serving_specs: Sequence[EngineSpec]
     turns: list[tuple[object, ...]] = attrs.field(factory=list)  # of the latest run, see ``TURN_COLUMNS``
 
     @classmethod
@@ -110,11 +110,11 @@ class LiveFleet:
             )
             fleet = Fleet.prepare(config)
             stack.push_async_callback(fleet.close)
-            serving = fleet.serving_options(config, models)
+            serving = fleet.serving_specs(config, models)
             site = await ServingSite.start(serving, load, clock_path=Path(fleet.clock.path), vocab_size=SERVING_VOCAB)
             stack.push_async_callback(site.close)
             await fleet.start(config, models)
-            yield cls(config=config, fleet=fleet, site=site, load=load, serving_options=serving)
+            yield cls(config=config, fleet=fleet, site=site, load=load, serving_specs=serving)
 
     async def run(self, plan: RunPlan) -> tuple[MeasuredRun, StepRows]:
         """Make one run; returns what was measured and every engine's device turns."""

@@ -68,7 +68,7 @@ async def running_site(tmp_path: Path):
         fleet = Fleet.prepare(CONFIG)
         stack.push_async_callback(fleet.close)
         serving = await ServingSite.start(
-            fleet.serving_options(CONFIG, models), load, clock_path=Path(fleet.clock.path), vocab_size=SERVING_VOCAB
+            fleet.serving_specs(CONFIG, models), load, clock_path=Path(fleet.clock.path), vocab_size=SERVING_VOCAB
         )
         stack.push_async_callback(serving.close)
         episodes = await stack.enter_async_context(EnvironmentPool(CONFIG.env, num_processes=1))
