@@ -9,6 +9,7 @@ import random
 import signal
 import time
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import attrs
 import psutil
@@ -18,10 +19,15 @@ import pytest_asyncio
 pytest.importorskip("aiohttp", reason="aiohttp is not installed: pip install 'rose-rl[http]'")
 
 import rose
+from rose.backends.memory import MemoryTransport
 from rose.backends.sglang import LaunchedSglang, SglangEngine
-from rose.errors import EngineBusyError, EngineLostError, RequestRefusedError
+from rose.errors import EngineBusyError, EngineLostError, RequestRefusedError, TransferError
 from rose.interfaces.serving import PauseMode
+from rose.testing.checkpoint import CheckpointTrainer
 from rose.testing.contracts.streams import Stream, collect, reading, until
+from rose.transfer.publisher import Publisher
+from rose.transfer.relay import plan_update
+from rose.transfer.sums import trainer_sums
 from rose.types import EngineRequest, FinishReason, RequestId, Sampling, WeightVersion
 from sglang_real import MAX_CONTEXT, VOCAB_SIZE, make_model, make_options
 
@@ -35,7 +41,7 @@ ABORTED, STOP, LENGTH = FinishReason.ABORTED, FinishReason.STOP, FinishReason.LE
 async def server(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[LaunchedSglang]:
     pytest.importorskip("transformers", reason="transformers is not installed: pip install 'rose-rl[demo]'")
     folder = tmp_path_factory.mktemp("sglang")
-    options = make_options(folder, make_model(folder / "model"), initial_version=WeightVersion("life", 3))
+    options = make_options(folder, make_model(folder / "model"), initial_version=WeightVersion("life", 0))
     engine = LaunchedSglang(options)
     try:
         await engine.start()
@@ -80,7 +86,7 @@ async def test_another_client_learns_all_it_needs_from_the_server(server, new_re
             await collect(other, new_request(prompt=(VOCAB_SIZE,)))
         here, there = [await collect(engine, new_request()) for engine in (server, other)]
         assert here.token_ids == there.token_ids
-        assert set(there.versions) == {WeightVersion("life", 3)}
+        assert set(there.versions) == {WeightVersion("life", 0)}
         assert (await other.snapshot()).max_context_tokens == MAX_CONTEXT
 
 
@@ -108,7 +114,7 @@ async def test_a_pool_uses_it(server):
         ]
         results = await asyncio.gather(*(pool.generate(turn) for turn in turns))
     assert {len(result.token_ids) for result in results} == {20}
-    assert {span.version for result in results for span in result.versions} == {WeightVersion("life", 3)}
+    assert {span.version for result in results for span in result.versions} == {WeightVersion("life", 0)}
     assert all(len(result.hops) == 1 for result in results)
 
 
@@ -118,11 +124,46 @@ class Actor:
 
     engine: LaunchedSglang
     random: random.Random
+    trainer: CheckpointTrainer
+    transport: MemoryTransport
+    publisher: Publisher
     running: dict[RequestId, tuple[EngineRequest, Stream, asyncio.Task[None]]] = attrs.field(factory=dict)
     done: list[tuple[EngineRequest, Stream]] = attrs.field(factory=list)
     num_refused: int = 0
     num_left: int = 0
+    num_updates: int = 0
     count: int = 0
+
+    @classmethod
+    async def of(cls, engine: LaunchedSglang, seed: int) -> Actor:
+        """Return one whose trainer has published, as version 0, what the engine has loaded."""
+        trainer, transport = CheckpointTrainer(Path(engine.options.model)), MemoryTransport()
+        transport.serve()
+        publisher = Publisher(trainer, transport, run="life", targets=[await engine.target_layout()])
+        publisher.publish_sync()
+        return cls(engine, random.Random(seed), trainer, transport, publisher)
+
+    async def stage(self) -> None:
+        self.trainer.step(0.01)
+        self.publisher.publish_sync()
+        update = plan_update(self.transport, self.engine.weight_version)
+        assert update is not None
+        await self.engine.stage(update)
+
+    async def update(self) -> None:
+        await self.stage()
+        assert (await self.engine.activate()).version == self.engine.weight_version
+        self.num_updates += 1
+
+    async def stage_wrongly(self) -> None:
+        """Stage what leads from a version that the engine does not have."""
+        await self.stage()
+        update = plan_update(self.transport, self.engine.weight_version)
+        assert update is not None
+        manifests = update.manifest_keys[-1:]
+        if len(update.manifest_keys) > 1:
+            with pytest.raises(TransferError):
+                await self.engine.stage(attrs.evolve(update, manifest_keys=manifests))
 
     def request(self, prompt: tuple[int, ...] | None = None, **sampling) -> EngineRequest:
         self.count += 1
@@ -183,6 +224,8 @@ class Actor:
             *[self.leave] * 2,
             *[self.refuse] * 2,
             *[self.engine.resume] * 3,
+            *[self.update] * 2,
+            self.stage_wrongly,
             lambda: self.engine.pause(PauseMode.KEEP),
             lambda: self.engine.pause(PauseMode.ABORT),
             self.engine.snapshot,
@@ -206,7 +249,8 @@ def check_one_result(asked: EngineRequest, stream: Stream) -> None:
     assert stream.chunks[-1].finish_reason is not None
     assert len(ids) <= sampling.max_tokens
     assert len(stream.logprobs) == (len(ids) if sampling.logprobs else 0)
-    assert set(stream.versions) <= {WeightVersion("life", 3)}
+    assert {version.run for version in stream.versions} <= {"life"}
+    assert [version.n for version in stream.versions] == sorted(version.n for version in stream.versions)
     assert not set(ids[:-1]) & set(sampling.stop_token_ids), "it went on behind a stop id"
     if stream.finish_reason is LENGTH:
         assert len(ids) == sampling.max_tokens
@@ -217,8 +261,7 @@ def check_one_result(asked: EngineRequest, stream: Stream) -> None:
 
 
 async def test_after_random_acts_it_lives_and_each_request_has_one_result(server, new_request):
-    actor = Actor(server, random.Random(7))
-    before = (await collect(server, new_request(30))).token_ids
+    actor = await Actor.of(server, 7)
     async with asyncio.timeout(240):
         for _ in range(NUM_ACTS):
             await actor.act()
@@ -233,7 +276,10 @@ async def test_after_random_acts_it_lives_and_each_request_has_one_result(server
     await asyncio.sleep(1.0)  # idle, the server checks that its memory is all there, and ends when it is not
     found = await server.snapshot()
     assert (found.num_running, found.num_waiting, found.kv_used_tokens) == (0, 0, 0)
-    assert (await collect(server, new_request(30))).token_ids == before
+    assert len((await collect(server, new_request(30))).token_ids) == 30
+    assert actor.num_updates > 5
+    await actor.update()
+    assert await server.weight_sums() == trainer_sums(actor.trainer)
     assert "leak" not in server.log_path.read_text()
 
 
