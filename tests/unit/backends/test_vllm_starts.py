@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from rose.backends.completion import to_the_end
 from rose.backends.vllm import InProcessVllmEngine, VllmEngine, VllmOptions, inprocess
-from rose.backends.vllm.driver import to_the_end
 from rose.errors import EngineLostError
 
 OPTIONS = VllmOptions(engine_id="e", model="m")

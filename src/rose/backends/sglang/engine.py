@@ -20,6 +20,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 
 import attrs
 
+from rose.backends.completion import to_the_end
 from rose.backends.openai.client import OpenAiClient
 from rose.backends.sglang import commands
 from rose.backends.sglang.client import PatientHttp, SglangClient
@@ -30,7 +31,6 @@ from rose.backends.sglang.outputs import EventReader
 from rose.backends.sglang.requests import fresh_rid, own_stops, refuse_impossible, request_body
 from rose.backends.sglang.streams import Stream
 from rose.backends.sglang.updating import ServerWeights
-from rose.backends.vllm.driver import to_the_end
 from rose.clocks import MonotonicClock
 from rose.errors import (
     EngineBusyError,

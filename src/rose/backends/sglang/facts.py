@@ -10,10 +10,10 @@ from typing import Any
 
 import attrs
 
+from rose.backends.sglang_server.seeds import HAS_SEEDS
 from rose.errors import EngineError
 from rose.types import WeightVersion
 
-_HAS_SEEDS = "rose_has_seeds"  # by ROSE's package, where SGLang itself has none
 _VOCABULARY = re.compile(r"logit_bias must has keys in \[0, (\d+)\]")
 
 VOCABULARY_PROBE: Mapping[str, Any] = {
@@ -34,7 +34,6 @@ class ServerFacts:
         max_context_tokens: Longest prompt and answer together that are never cut; smaller than the model's own length.
         kv_total_tokens: Size of the KV memory.
         num_ranks: Processes that hold a part of the weights each.
-        num_replicas: Copies of the model (data parallel).
         is_incremental: Events of a stream carry what is new (``--incremental-streaming-output``), not everything so far.
         has_priorities: Requests are ordered by priority.
         is_low_first: A lower priority goes first.
@@ -48,7 +47,6 @@ class ServerFacts:
     max_context_tokens: int
     kv_total_tokens: int
     num_ranks: int
-    num_replicas: int
     is_incremental: bool
     has_priorities: bool
     is_low_first: bool
@@ -106,11 +104,10 @@ def read_facts(info: Mapping[str, Any]) -> ServerFacts:
             max_context_tokens=int(info["max_req_input_len"]),
             kv_total_tokens=int(info["max_total_num_tokens"]) * max(1, len(states)),
             num_ranks=int(info["tp_size"]) * int(info["pp_size"]),
-            num_replicas=int(info["dp_size"]),
             is_incremental=bool(info["incremental_streaming_output"]),
             has_priorities=bool(info["enable_priority_scheduling"]),
             is_low_first=bool(info["schedule_low_priority_values_first"]),
-            has_seeds=bool(info["enable_deterministic_inference"]) or any(state.get(_HAS_SEEDS) for state in states),
+            has_seeds=bool(info["enable_deterministic_inference"]) or any(state.get(HAS_SEEDS) for state in states),
             rose=tuple(state["rose"] for state in states if isinstance(state.get("rose"), Mapping)),
         )
     except (KeyError, TypeError, ValueError) as error:

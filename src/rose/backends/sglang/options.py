@@ -11,13 +11,13 @@ import attrs
 from attrs import validators as v
 
 from rose import checks
+from rose.backends.sglang_server.seeds import SWITCH
 from rose.types import EngineId, WeightVersion
 
 _ON_CPU = (
     *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
     "--disable-cuda-graph",
 )
-_SEEDS = "ROSE_SGLANG_SEEDS"
 _GPU = Path("/dev/nvidiactl")
 
 
@@ -121,7 +121,7 @@ class SglangOptions:
             found["HF_HUB_OFFLINE"] = "1"
         if self.has_no_gpu:
             found["SGLANG_USE_CPU_ENGINE"] = "1"
-            found[_SEEDS] = str(int(self.is_deterministic))
+            found[SWITCH] = str(int(self.is_deterministic))
             found.setdefault("OMP_NUM_THREADS", "1")
             found.setdefault("TORCH_COMPILE_DISABLE", "1")  # the first sampled token would wait for a C++ compiler
             if self.tensor_parallel_size > 1:

@@ -22,14 +22,9 @@ import attrs
 
 from rose.backends.sglang.answers import of_code, told_in_stream
 from rose.backends.sglang.facts import read_label
+from rose.backends.sglang_server.endings import EVICTED, REFUSED
 from rose.errors import EngineError, RequestRefusedError
 from rose.types import EngineRequest, FinishReason, TokenChunk, WeightVersion
-
-EVICTED = "rose:evicted"
-"""The message under which ROSE's package in the server ends a request whose KV memory was taken back."""
-
-REFUSED = "rose:refused"
-"""The message under which it ends a request that the device's memory can never hold."""
 
 _FINISH_REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORTED}
 _MAX_EVENT_BYTES = 64 << 20

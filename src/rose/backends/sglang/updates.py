@@ -10,11 +10,12 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import attrs
 
+from rose.backends.completion import to_the_end
 from rose.backends.sglang.calls import Http, call
 from rose.backends.sglang_server.wire import PATH
 from rose.backends.wire import activation_from_wire, update_to_wire
@@ -25,7 +26,6 @@ from rose.transfer.layout import TargetLayout
 from rose.transfer.sums import engine_sums
 from rose.types import Activation, WeightUpdate, WeightVersion
 
-_T = TypeVar("_T")
 _FIRST_POLL_S, _LAST_POLL_S, _POLL_GROWTH = 0.005, 0.1, 1.5
 
 
@@ -88,7 +88,7 @@ class SglangUpdates:
             try:
                 await self._finish("stage", update=update_to_wire(update))
             except asyncio.CancelledError:
-                await _to_the_end(self._call("drop"))
+                await to_the_end(self._call("drop"))
                 raise
 
     async def drop(self) -> None:
@@ -120,7 +120,7 @@ class SglangUpdates:
         """
         async with self._lock:
             label = None if target is None else str(target)
-            return await _to_the_end(self._activate(target=label, is_verified=is_verified, keeps_kv=keeps_kv))
+            return await to_the_end(self._activate(target=label, is_verified=is_verified, keeps_kv=keeps_kv))
 
     async def state(self) -> UpdateState:
         """Return where the engine's weights are, over all ranks."""
@@ -211,15 +211,3 @@ class SglangUpdates:
 
 def _parse(label: str | None) -> WeightVersion | None:
     return None if label is None else WeightVersion.parse(label)
-
-
-async def _to_the_end(work: Coroutine[Any, Any, _T]) -> _T:
-    """Await something that must not be left half done; a cancellation takes effect afterwards."""
-    task = asyncio.ensure_future(work)
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await asyncio.wait({task})
-        if not task.cancelled():
-            task.exception()  # what it failed with is of no interest to a caller that is gone
-        raise

@@ -16,11 +16,12 @@ import asyncio
 import contextlib
 import time
 from abc import abstractmethod
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping
-from typing import Any, Self, TypeVar
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from typing import Any, Self
 
 import attrs
 
+from rose.backends.completion import to_the_end
 from rose.backends.vllm.options import VllmOptions
 from rose.backends.vllm.streams import RequestLimits, parse_label
 from rose.backends.wire import activation_from_wire, unwrap, update_to_wire
@@ -43,7 +44,6 @@ from rose.transfer.sums import engine_sums
 from rose.types import Activation, EngineRequest, EngineSnapshot, RequestId, TokenChunk, WeightUpdate, WeightVersion
 
 _STAGE_POLL_S = 0.005
-_T = TypeVar("_T")
 
 
 class VllmDriver(ServingEngine):
@@ -342,15 +342,3 @@ class VllmDriver(ServingEngine):
     async def step_log(self, since_s: float = float("-inf")) -> list[list[float]]:
         """Return the turns of the device since then, as ``RoseScheduler.step_log`` lists them."""
         return list(await self._ask("rose_step_log", since_s))
-
-
-async def to_the_end(work: Coroutine[Any, Any, _T]) -> _T:
-    """Await something that must not be left half done; a cancellation takes effect afterwards."""
-    task = asyncio.ensure_future(work)
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await asyncio.wait({task})
-        if not task.cancelled():
-            task.exception()  # what it failed with is of no interest to a caller that is gone
-        raise

@@ -19,7 +19,8 @@ from collections.abc import AsyncGenerator
 from multiprocessing import resource_tracker
 from typing import Any
 
-from rose.backends.vllm.driver import VllmDriver, to_the_end
+from rose.backends.completion import to_the_end
+from rose.backends.vllm.driver import VllmDriver
 from rose.backends.vllm.environment import import_vllm
 from rose.backends.vllm.options import VllmOptions
 from rose.backends.vllm.streams import ChunkReader, as_rose_error, sampling_params
