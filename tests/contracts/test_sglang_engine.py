@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,11 +12,15 @@ import pytest_asyncio
 
 pytest.importorskip("aiohttp", reason="aiohttp is not installed: pip install 'rose-rl[http]'")
 
+from rose.backends.memory import MemoryTransport
 from rose.backends.sglang import LaunchedSglang, SglangEngine
 from rose.interfaces import ServingEngine
 from rose.testing import EngineContract, FakeEngine
+from rose.testing.checkpoint import CheckpointTrainer
 from rose.testing.sglang_server import serve_sglang
-from rose.types import WeightVersion
+from rose.transfer.publisher import Publisher
+from rose.transfer.relay import plan_update
+from rose.types import WeightUpdate, WeightVersion
 from sglang_real import MAX_CONTEXT, VOCAB_SIZE, make_model, make_options
 
 
@@ -49,6 +54,24 @@ class TestPlainSglangEngine(TestSglangEngine):
     has_package = False
 
 
+class Relay:
+    """A trainer's side: publishes one more version whenever an update is asked for."""
+
+    def __init__(self, model: Path) -> None:
+        self.transport = MemoryTransport()
+        self.transport.serve()
+        self.trainer = CheckpointTrainer(model)
+        self.publisher = Publisher(self.trainer, self.transport, run="contract")
+        self.publisher.publish_sync()
+
+    def next_update(self, known: WeightVersion | None) -> WeightUpdate:
+        self.trainer.step(0.01)
+        self.publisher.publish_sync()
+        update = plan_update(self.transport, known)
+        assert update is not None
+        return update
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Any]:
     pytest.importorskip("transformers", reason="transformers is not installed: pip install 'rose-rl[demo]'")
@@ -58,13 +81,15 @@ async def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPa
         make_model(folder / "model"),
         tensor_parallel_size=request.param,
         initial_version=WeightVersion("contract", 0),
+        is_deterministic=True,
     )
-    engine = LaunchedSglang(options)
+    engine, relay = LaunchedSglang(options), Relay(Path(options.model))
     try:
         await engine.start()
-        yield engine
+        yield engine, relay
     finally:
         await engine.close()
+        relay.transport.close()
 
 
 class RealContract(EngineContract):
@@ -74,14 +99,17 @@ class RealContract(EngineContract):
     quiet_s = 0.05
 
     @pytest.fixture(autouse=True)
-    def _share(self, server: LaunchedSglang) -> None:
-        self.shared = server
+    def _share(self, server: tuple[LaunchedSglang, Relay]) -> None:
+        self.shared, self.relay = server
 
     async def make_engine(self) -> ServingEngine:
         return self.shared
 
     async def release_engine(self, engine: ServingEngine) -> None:
         await engine.resume()
+
+    async def make_update(self, engine: ServingEngine) -> WeightUpdate:
+        return self.relay.next_update((await engine.snapshot()).weight_version)
 
 
 @pytest.mark.sglang
