@@ -32,7 +32,12 @@ class SglangServer:
         """Give a server that answers; it is ended afterwards."""
         folder.mkdir(exist_ok=True)
         options = make_options(
-            folder, model, tensor_parallel_size=tp_size, max_total_tokens=8192, server_args=tuple(flags)
+            folder,
+            model,
+            tensor_parallel_size=tp_size,
+            max_total_tokens=8192,
+            max_running_requests=8,
+            server_args=tuple(flags),
         )
         engine = LaunchedSglang(options)
         await engine.start()
