@@ -1,0 +1,204 @@
+"""OpenRLHF's weights, one tensor a call, into versions of the pool.
+
+A sync, as OpenRLHF runs it, and what happens here:
+
+1. *[trainer rank 0]* calls ``update_weight(name, dtype, shape, empty_cache)`` and broadcasts that tensor; the next call comes when this one returned.
+2. *[inlet]* receives it into one buffer and hands it to the trainer's copy (``StreamedTrainer``), which keeps what is published; the buffer is free again.
+3. *[trainer rank 0]* marks its last tensor by ``empty_cache=True``; OpenRLHF gives no number, so the inlet counts.
+4. *[inlet]* closes the pass and publishes: what changed, cut for each target, then the pool's engines fetch it.
+5. *[inlet]* returns from that last call once the dedicated engines have the version, or after ``sync_timeout_s``; OpenRLHF waits for it before it
+   generates again.
+
+Invariants:
+
+* A version is published whole or not at all: only after its last tensor came, and only if the pass had every tensor of the first one.
+* A pass that ends early, or whose first tensor comes again, is dropped; the next whole pass overwrites what it left in the copy.
+* A pass in which nothing changed is a version like any other.
+* One tensor is held besides the trainer's copy.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any, Protocol
+
+import attrs
+
+from rose.errors import LayoutMismatchError, TransportError
+
+_logger = logging.getLogger(__name__)
+_REST_S = 2.0
+
+
+class Copy(Protocol):
+    """The trainer's copy: ``rose.frameworks.StreamedTrainer``."""
+
+    def update(self, pairs: Iterator[tuple[str, Any]]) -> None:
+        """Take one pass of tensors."""
+
+
+class Push(Protocol):
+    """``rose.frameworks.WeightPush``."""
+
+    def push(self) -> Any:
+        """Publish the copy; returns the report."""
+
+
+@attrs.define
+class _Pass:
+    """One sync under way: a thread that feeds the copy with what is handed over, one tensor at a time."""
+
+    first: str
+    names: list[str] = attrs.field(factory=list)
+    _slot: list[tuple[str, Any] | None] = attrs.field(factory=list)
+    _news: threading.Condition = attrs.field(factory=threading.Condition)
+    _task: asyncio.Task[None] | None = None
+    _is_dropped: bool = False
+    _is_over: bool = False
+
+    def begin(self, copy: Copy) -> None:
+        self._task = asyncio.create_task(asyncio.to_thread(self._run, copy))
+
+    def _run(self, copy: Copy) -> None:
+        try:
+            copy.update(self._pairs())
+        finally:
+            with self._news:
+                self._is_over = True
+                self._news.notify_all()
+
+    def _pairs(self) -> Iterator[tuple[str, Any]]:
+        while True:
+            with self._news:
+                self._news.wait_for(lambda: self._slot or self._is_dropped)
+                if self._is_dropped:
+                    raise _DroppedError
+                pair = self._slot[0]
+            if pair is None:
+                return
+            yield pair
+            with self._news:  # asked for the next one: this one was taken
+                self._slot.clear()
+                self._news.notify_all()
+
+    def hand_over(self, pair: tuple[str, Any] | None) -> None:
+        """Blocks until the copy has taken it, or ended."""
+        with self._news:
+            self._slot.append(pair)
+            self._news.notify_all()
+            self._news.wait_for(lambda: not self._slot or self._is_over)
+
+    async def take(self, name: str, tensor: Any) -> None:
+        self.names.append(name)
+        await asyncio.to_thread(self.hand_over, (name, tensor))
+        if self._is_over:
+            await self.end()  # raises what the copy raised
+
+    async def end(self) -> None:
+        if self._task is None:
+            return
+        if not self._is_over:
+            await asyncio.to_thread(self.hand_over, None)
+        await self._task
+
+    async def drop(self) -> None:
+        with self._news:
+            self._is_dropped = True
+            self._news.notify_all()
+        if self._task is not None:
+            await asyncio.gather(self._task, return_exceptions=True)
+
+
+class _DroppedError(Exception):
+    """The pass was dropped; never leaves its thread."""
+
+
+@attrs.define
+class WeightInlet:
+    """Takes OpenRLHF's tensors and publishes each whole pass.
+
+    Args:
+        copy: The trainer's copy.
+        push: What publishes it.
+        retry_s: How long a publish that cannot reach the pool's store is tried again.
+        announce: Told of each report, in order.
+    """
+
+    copy: Copy
+    push: Push
+    retry_s: float = 300.0
+    announce: Callable[[Any], None] = lambda _: None
+    clock: Callable[[], float] = time.monotonic
+    rest: Callable[[float], Awaitable[None]] = asyncio.sleep
+    num_versions: int = 0
+    _pass: _Pass | None = None
+    _first_names: tuple[str, ...] = ()
+
+    async def take(self, name: str, tensor: Any, *, is_last: bool) -> None:
+        """Take one tensor; with ``is_last`` return when its version is published and the pool was brought to it.
+
+        Raises:
+            LayoutMismatchError: The pass had not the tensors of the first one; nothing was published.
+            RoseError: Publishing failed.
+        """
+        if self._pass is not None and name in self._pass.names:
+            _logger.warning("a sync began anew at %s after %d tensors; what had come is dropped", name, len(self._pass.names))
+            await self._pass.drop()
+            self._pass = None
+        if self._pass is None:
+            self._pass = _Pass(first=name)
+            self._pass.begin(self.copy)
+        current = self._pass
+        try:
+            await current.take(name, tensor)
+            if is_last:
+                self._check(current.names)
+                await current.end()
+        except BaseException:
+            self._pass = None
+            await current.drop()
+            raise
+        if is_last:
+            self._pass = None
+            await self.publish()
+
+    async def take_all(self, pairs: Iterator[tuple[str, Any]]) -> None:
+        """Take a whole pass from an iterator, on a thread, and publish it."""
+        names: list[str] = []
+
+        def noted() -> Iterator[tuple[str, Any]]:
+            for name, tensor in pairs:
+                names.append(name)
+                yield name, tensor
+
+        await asyncio.to_thread(self.copy.update, noted())
+        self._check(names)
+        await self.publish()
+
+    async def publish(self) -> Any:
+        """Publish the copy as it is; returns the report."""
+        give_up_s = self.clock() + self.retry_s
+        while True:
+            try:
+                report = await asyncio.to_thread(self.push.push)
+            except TransportError as error:
+                if self.clock() + _REST_S > give_up_s:
+                    raise
+                _logger.warning("the weights cannot be published now (%s); trying again", error)
+                await self.rest(_REST_S)
+                continue
+            self.num_versions += 1
+            self.announce(report)
+            return report
+
+    def _check(self, names: list[str]) -> None:
+        if not self._first_names:
+            self._first_names = tuple(names)
+        if sorted(names) != sorted(self._first_names):
+            missing, extra = sorted(set(self._first_names) - set(names)), sorted(set(names) - set(self._first_names))
+            message = f"a sync of weights had not the tensors of the first one: missing {missing[:5]}, new {extra[:5]}; nothing was published"
+            raise LayoutMismatchError(message)
