@@ -10,7 +10,7 @@ import attrs
 
 from rose.errors import ConfigError
 
-DTYPES = ("auto", "bfloat16", "float16", "float32")
+DTYPES = ("bfloat16", "float16", "float32")
 _NO_FLASH_ATTN = "flash_attn is not installed here (pip install flash-attn)"
 
 
@@ -26,7 +26,7 @@ class Options:
         publish_timeout_s: Of one version.
         sync_timeout_s: How long dedicated engines may take to fetch a version before training goes on without those that did not.
         hold_s: The longest pause between ``pause_generation`` and ``resume_generation``.
-        weights_dtype: What weights are cast to; ``auto``: what the pool's engines hold.
+        weights_dtype: What the pool's engines hold, if it is not what the trainer does; weights are cast to it.
         initial_weights: ``publish`` the checkpoint before the first step, or ``skip``, for engines that have it already.
         vllm: ``auto``, or ``stand-in`` also where vLLM is installed.
         processed_logprobs: Engines give log-probs after temperature and top-p.
@@ -39,7 +39,7 @@ class Options:
     publish_timeout_s: float = 600.0
     sync_timeout_s: float = 600.0
     hold_s: float = 1800.0
-    weights_dtype: str = "auto"
+    weights_dtype: str | None = None
     initial_weights: str = "publish"
     vllm: str = "auto"
     processed_logprobs: bool = False
@@ -64,7 +64,7 @@ def parser() -> argparse.ArgumentParser:
     group.add_argument("--rose.publish_timeout_s", **seconds, help="publishing one version (600)")  # type: ignore[arg-type]
     group.add_argument("--rose.sync_timeout_s", **seconds, help="engines fetching one version (600)")  # type: ignore[arg-type]
     group.add_argument("--rose.hold_s", **seconds, help="longest pause for a sync in partial-rollout mode (1800)")  # type: ignore[arg-type]
-    group.add_argument("--rose.weights_dtype", choices=DTYPES, help="what weights are cast to (auto: as the engines hold them)")
+    group.add_argument("--rose.weights_dtype", choices=DTYPES, help="of the engines, if it is not the trainer's; weights are cast to it")
     group.add_argument("--rose.initial_weights", choices=("publish", "skip"), help="the checkpoint as version 0 (publish)")
     group.add_argument("--rose.vllm", choices=("auto", "stand-in"), help="stand-in: also where vLLM is installed (auto)")
     group.add_argument("--rose.processed_logprobs", action="store_true", default=None, help="engines run logprobs_mode=processed_logprobs")

@@ -4,14 +4,15 @@ A sync, as OpenRLHF runs it, and what happens here:
 
 1. *[trainer rank 0]* calls ``update_weight(name, dtype, shape, empty_cache)`` and broadcasts that tensor; the next call comes when this one returned.
 2. *[inlet]* receives it into one buffer and hands it to the trainer's copy (``StreamedTrainer``), which keeps what is published; the buffer is free again.
-3. *[trainer rank 0]* marks its last tensor by ``empty_cache=True``; OpenRLHF gives no number, so the inlet counts.
+3. *[trainer rank 0]* marks its last tensor by ``empty_cache=True``; OpenRLHF gives no number, so versions are counted.
 4. *[inlet]* closes the pass and publishes: what changed, cut for each target, then the pool's engines fetch it.
 5. *[inlet]* returns from that last call once the dedicated engines have the version, or after ``sync_timeout_s``; OpenRLHF waits for it before it
    generates again.
 
 Invariants:
 
-* A version is published whole or not at all: only after its last tensor came, and only if the pass had every tensor of the first one.
+* A version is published whole or not at all: only after its last tensor came, and only if the copy found every
+  tensor of the first pass in it.
 * A pass that ends early, or whose first tensor comes again, is dropped; the next whole pass overwrites what it left in the copy.
 * A pass in which nothing changed is a version like any other.
 * One tensor is held besides the trainer's copy.
@@ -28,7 +29,7 @@ from typing import Any, Protocol
 
 import attrs
 
-from rose.errors import LayoutMismatchError, TransportError
+from rose.errors import TransportError
 
 _logger = logging.getLogger(__name__)
 _REST_S = 2.0
@@ -134,15 +135,13 @@ class WeightInlet:
     announce: Callable[[Any], None] = lambda _: None
     clock: Callable[[], float] = time.monotonic
     rest: Callable[[float], Awaitable[None]] = asyncio.sleep
-    num_versions: int = 0
     _pass: _Pass | None = None
-    _first_names: tuple[str, ...] = ()
 
     async def take(self, name: str, tensor: Any, *, is_last: bool) -> None:
         """Take one tensor; with ``is_last`` return when its version is published and the pool was brought to it.
 
         Raises:
-            LayoutMismatchError: The pass had not the tensors of the first one; nothing was published.
+            LayoutMismatchError: The pass had other tensors than the first one; nothing was published.
             RoseError: Publishing failed.
         """
         if self._pass is not None and name in self._pass.names:
@@ -156,7 +155,6 @@ class WeightInlet:
         try:
             await current.take(name, tensor)
             if is_last:
-                self._check(current.names)
                 await current.end()
         except BaseException:
             self._pass = None
@@ -166,18 +164,10 @@ class WeightInlet:
             self._pass = None
             await self.publish()
 
-    async def take_all(self, pairs: Iterator[tuple[str, Any]]) -> None:
-        """Take a whole pass from an iterator, on a thread, and publish it."""
-        names: list[str] = []
-
-        def noted() -> Iterator[tuple[str, Any]]:
-            for name, tensor in pairs:
-                names.append(name)
-                yield name, tensor
-
-        await asyncio.to_thread(self.copy.update, noted())
-        self._check(names)
-        await self.publish()
+    async def take_all(self, pairs: Iterator[tuple[str, Any]]) -> Any:
+        """Take a whole pass from an iterator, on a thread, and publish it; returns the report."""
+        await asyncio.to_thread(self.copy.update, pairs)
+        return await self.publish()
 
     async def publish(self) -> Any:
         """Publish the copy as it is; returns the report."""
@@ -191,14 +181,5 @@ class WeightInlet:
                 _logger.warning("the weights cannot be published now (%s); trying again", error)
                 await self.rest(_REST_S)
                 continue
-            self.num_versions += 1
             self.announce(report)
             return report
-
-    def _check(self, names: list[str]) -> None:
-        if not self._first_names:
-            self._first_names = tuple(names)
-        if sorted(names) != sorted(self._first_names):
-            missing, extra = sorted(set(self._first_names) - set(names)), sorted(set(names) - set(self._first_names))
-            message = f"a sync of weights had not the tensors of the first one: missing {missing[:5]}, new {extra[:5]}; nothing was published"
-            raise LayoutMismatchError(message)
