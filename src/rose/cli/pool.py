@@ -103,18 +103,21 @@ async def _serve(config: JobConfig, tokenizer: Tokenizer | None) -> None:
 
 async def _serve_until(config: JobConfig, tokenizer: Tokenizer | None, stopped: asyncio.Event) -> None:
     from rose.hosts.http.pool_service import PoolService, serve_pool  # noqa: PLC0415 - loads aiohttp
-    from rose.hosts.job import open_job  # noqa: PLC0415 - loads aiohttp
+    from rose.hosts.job import offer_store, open_job  # noqa: PLC0415 - loads aiohttp
 
     held: OpenJob | None = None
     try:
         async with open_job(config) as job:
             held = job
             name = config.model.name or config.job.name
-            service = PoolService(job.pool, name=name, tokens=config.service.tokens, tokenizer=tokenizer)
-            async with serve_pool(service, config.service.listen) as url:
-                num_engines = len(job.pool.snapshot().engines)
-                _print({"url": url, "pid": os.getpid(), "num_engines": num_engines})
-                await stopped.wait()
+            with offer_store(config) as store:
+                service = PoolService(
+                    job.pool, name=name, tokens=config.service.tokens, tokenizer=tokenizer, store=store
+                )
+                async with serve_pool(service, config.service.listen) as url:
+                    num_engines = len(job.pool.snapshot().engines)
+                    _print({"url": url, "pid": os.getpid(), "num_engines": num_engines})
+                    await stopped.wait()
     finally:
         if held is not None:
             lender = held.lender

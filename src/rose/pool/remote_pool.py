@@ -19,6 +19,8 @@ from collections.abc import AsyncIterator
 from types import TracebackType
 from typing import Any, Self
 
+import attrs
+
 from rose.backends.remote import wire as engine_wire
 from rose.backends.remote.client import HttpClient
 from rose.errors import ConfigError, EngineError, RoseError, TransportError, TurnFailedError
@@ -132,11 +134,7 @@ class RemotePool:
         self._check_open()
         address = source.address()
         body = {"address": {"name": address.name, **dict(address.options)}}
-        data = await self._client.call("POST", "/v1/sync", body, timeout_s=math.inf)
-        errors = {EngineId(name): error_from_plain(error) for name, error in data.pop("errors").items()}
-        report: SyncReport = from_plain(SyncReport, {**data, "errors": {}})
-        report.errors.update(errors)  # type: ignore[attr-defined] # a dict of ours
-        return report
+        return sync_report_from_plain(await self._client.call("POST", "/v1/sync", body, timeout_s=math.inf))
 
     async def barrier(self, version: WeightVersion, *, timeout_s: float | None = None) -> None:
         """Wait until nothing of older weights is under way, of any client. See ``RolloutPool.barrier``.
@@ -361,6 +359,13 @@ class RemotePool:
         self._own.add(task)
         task.add_done_callback(self._own.discard)
         return task
+
+
+def sync_report_from_plain(data: dict[str, Any]) -> SyncReport:
+    """Read the answer of ``POST /v1/sync``."""
+    errors = {EngineId(name): error_from_plain(error) for name, error in data["errors"].items()}
+    report: SyncReport = from_plain(SyncReport, {**data, "errors": {}})
+    return attrs.evolve(report, errors=errors)
 
 
 @contextlib.asynccontextmanager

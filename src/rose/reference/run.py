@@ -21,9 +21,11 @@ import attrs
 
 from rose.clocks import MonotonicClock
 from rose.errors import ConfigError
+from rose.frameworks import PoolPlace
 from rose.hosts.job import OpenJob, open_job, open_store
+from rose.interfaces import Transport
 from rose.observe.metrics import MetricsLog, plain
-from rose.pool import EngineAccount, RolloutPool
+from rose.pool import EngineAccount
 from rose.reference.alfworld import check_alfworld
 from rose.reference.env_workers import EnvironmentPool
 from rose.reference.environment import Environment, SupportsDemonstrations, load_environment, longest_episode
@@ -31,7 +33,6 @@ from rose.reference.learner_config import WarmStartConfig
 from rose.reference.learner_group import LearnerGroup
 from rose.reference.loop import Loop, StepReport
 from rose.reference.loop_config import RunConfig
-from rose.registry import read_token
 from rose.types import EngineId
 
 _MOST_RESTARTS = 16
@@ -86,7 +87,7 @@ async def run_job(config: RunConfig, *, say: Say) -> Mapping[str, Any]:
     reports: list[StepReport] = []
     async with contextlib.AsyncExitStack() as stack:
         metrics = stack.enter_context(MetricsLog(out / "metrics.jsonl"))
-        store = stack.enter_context(open_store(config.transport))
+        store = stack.enter_context(_open_store(config))
         say("starting the learner")
         learner = await stack.enter_async_context(LearnerGroup(config.learner_config))
         await _warm_start(learner, environment, config.learner.warm_start, say)
@@ -136,8 +137,18 @@ async def _open_pool(stack: contextlib.AsyncExitStack, config: RunConfig) -> tup
     if config.loop.pool is None:
         job = await stack.enter_async_context(open_job(config))
         return job.pool, job
-    token = None if config.loop.pool_token_file is None else read_token(config.loop.pool_token_file)
-    return await stack.enter_async_context(RolloutPool.connect(config.loop.pool, token=token)), None
+    return await stack.enter_async_context(_place(config, config.loop.pool).connect()), None
+
+
+def _open_store(config: RunConfig) -> contextlib.AbstractContextManager[Transport]:
+    """Open the store of the job file; one that the pool keeps is asked for there."""
+    if config.transport.keeper == "pool" and config.loop.pool is not None:
+        return contextlib.closing(_place(config, config.loop.pool).open_store()[0])
+    return open_store(config.transport)
+
+
+def _place(config: RunConfig, url: str) -> PoolPlace:
+    return PoolPlace.of(url, config.loop.pool_token_file, option="loop.pool", environ={})
 
 
 async def _warm_start(

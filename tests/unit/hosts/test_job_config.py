@@ -97,7 +97,11 @@ def test_the_smallest_file_borrows_nothing(tmp_path: Path):
         (('backend = "vllm"', 'url = "http://h:1"'), "engines.own: count must be 1 with url, got 2"),
         (('listen = "127.0.0.1:7100"', 'listen = "0.0.0.0:7100"'), "service.listen = '0.0.0.0:7100' can be reached"),
         (('listen = "127.0.0.1:7100"', 'listen = "7100"'), "service.listen: '7100' is no place to listen"),
-        (('listen = "127.0.0.1:7000"', ""), "transport: give either listen, to serve a store from the trainer"),
+        (('listen = "127.0.0.1:7000"', ""), "transport: give either listen, to serve a store, or address"),
+        (
+            ('listen = "127.0.0.1:7000"', 'keeper = "pool"\naddress = {name = "mooncake"}'),
+            "address is a store that others keep; leave",
+        ),
         (('token_file = "FOLDER/store.token"', 'address = {name = "mooncake"}'), "transport: give either listen"),
         (("lender.token", "none.token"), "cannot read a token from"),
         (("[job]\n", "[job]\nnamee = 1\n"), "job.namee: unknown key; did you mean 'name'?"),

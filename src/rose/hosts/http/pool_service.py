@@ -30,6 +30,7 @@ from rose.interfaces import Transport
 from rose.policies.routing import EngineState
 from rose.pool import RolloutPool, SyncReport
 from rose.pool.sources import stream
+from rose.pool.store_offer import StoreOffer
 from rose.pool.wire import error_to_plain, from_plain, to_plain, turn_from_wire
 from rose.registry import open_transport, read_address
 from rose.types import TokenChunk, TransportAddress, TurnResult, WeightVersion
@@ -54,6 +55,7 @@ class PoolService:
         name: The model's name in the OpenAI routes and in ``/v1/pool``.
         tokens: Who may call; without any, everybody who can reach it.
         tokenizer: For routes that take or give text; without it they take and give token ids only.
+        store: Where trainers are to publish; without it they must know themselves.
         linger_s: How long turns go on after their client's connection broke.
         silent_s: How long they go on while a client that is connected says nothing.
     """
@@ -65,12 +67,14 @@ class PoolService:
         name: str,
         tokens: Sequence[TokenConfig] = (),
         tokenizer: Tokenizer | None = None,
+        store: StoreOffer | None = None,
         linger_s: float = _LINGER_S,
         silent_s: float = _SILENT_S,
     ) -> None:
         self.tokens = tuple(tokens)
         self._pool = pool
         self._name = name
+        self._store = store
         self._desk = TurnDesk(pool, linger_s=linger_s)
         self._direct = DirectHost(pool, linger_s=linger_s, silent_s=silent_s)
         self._transports: dict[TransportAddress, Transport] = {}
@@ -83,6 +87,7 @@ class PoolService:
         routes = [
             web.post("/v1/generate", self.generate),
             web.delete("/v1/turns/{turn_id}", self.cancel),
+            web.get("/v1/store", self.store),
             web.post("/v1/sync", self.sync),
             web.post("/v1/barrier", self.barrier),
             web.get("/v1/pool", self.status),
@@ -160,6 +165,14 @@ class PoolService:
             return await answer_stream(request, _counted(chunks), NDJSON)
 
     # The pool.
+
+    async def store(self, _: web.Request) -> web.Response:
+        """``GET /v1/store``: where trainers publish, with the store's token, and the engines to cut for."""
+        require(Access.JOB)
+        if self._store is None:
+            message = 'this pool does not know where weights go; give [transport] of its job file keeper = "pool", or the address of a store'
+            raise ConfigError(message)
+        return _json(self._store.to_wire())
 
     async def sync(self, request: web.Request) -> web.Response:
         """``POST /v1/sync``: bring all engines to the newest weights of the store at ``address``."""

@@ -19,6 +19,7 @@ from rose.hosts.http.auth import TokenConfig
 from rose.hosts.http.server import parse_place
 from rose.policies.demand import DemandConfig
 from rose.pool.config import PoolConfig
+from rose.pool.store_offer import TargetShape
 
 _NAME = r"[A-Za-z0-9_.-]+"
 _URL = r"https?://[^\s/]+(/\S*)?"
@@ -144,14 +145,18 @@ class TransportConfig:
     """``[transport]``: the store that the trainer publishes to.
 
     Attributes:
-        listen: ``rose run`` keeps the store itself, in memory, and serves it here.
+        listen: The store is kept in memory, by the trainer or by the pool, and served here.
+        keeper: With ``listen``: who keeps the store, ``trainer`` (``rose run``) or ``pool`` (``rose pool``, for loops of other frameworks).
         token_file: With ``listen``: its token, read from the file or written to it where there is none.
         address: A store that others keep: ``name`` and options as ``rose.open_transport`` takes them.
+        targets: The engines to cut weights for, where a trainer asks the pool: ``{engine = "vllm", tp = 2}`` for each kind.
     """
 
     listen: str | None = None
+    keeper: str = attrs.field(default="trainer", validator=checks.text("trainer|pool"))
     token_file: Path | None = None
     address: Mapping[str, Any] | None = None
+    targets: Sequence[TargetShape] = ()
 
     def __attrs_post_init__(self) -> None:
         """Check that there is one store.
@@ -159,9 +164,17 @@ class TransportConfig:
         Raises:
             ValueError: There are two or none.
         """
-        if (self.listen is None) == (self.address is None):
-            message = "give either listen, to serve a store from the trainer, or address, of one that others keep"
+        if self.keeper == "pool" and self.address is not None:
+            message = 'address is a store that others keep; leave it out with keeper = "pool", or leave keeper out'
             raise ValueError(message)
+        if self.keeper != "pool" and (self.listen is None) == (self.address is None):
+            message = "give either listen, to serve a store, or address, of one that others keep"
+            raise ValueError(message)
+
+    @property
+    def place(self) -> str:
+        """Return where a store that is kept in memory is served; on loopback, at a free port, where nothing is said."""
+        return self.listen or "127.0.0.1:0"
 
 
 @attrs.frozen(kw_only=True)

@@ -1,0 +1,175 @@
+"""A trainer rank's way to the engines of a pool: publish, then let the pool bring its engines there.
+
+Life cycle of one push:
+
+1. [EVERY RANK] the first time: ask the pool where weights go and whom to cut for, open the store, make the publisher.
+2. [EVERY RANK] publish this rank's share; returns once the version is visible.
+3. [RANK 0] let the pool sync: engines stage while they serve, and activate. The job's own engines are waited for, up to
+   ``sync_timeout_s``, borrowed ones by nobody.
+
+Invariants: all ranks push together, like a collective, though none runs inside; one sync is under way at a time; an engine that cannot
+take a version is reported and never an error of the push: the pool gives it no turns that ask for that version.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+
+from rose.errors import RoseError, TransferError
+from rose.frameworks.place import PoolPlace
+from rose.interfaces import Trainer, Transport
+from rose.pool import SyncReport
+from rose.pool.remote_pool import sync_report_from_plain
+from rose.pool.store_offer import StoreOffer
+from rose.transfer.publisher import Publisher, PublishReport
+from rose.types import EngineId, WeightVersion
+
+_logger = logging.getLogger(__name__)
+
+
+@attrs.frozen(kw_only=True)
+class PushReport:
+    """What one push did.
+
+    Attributes:
+        publish: What this rank published.
+        sync: What the pool's engines made of it; ``None`` on other ranks than 0, and where that took too long or is not waited for.
+        problem: Why the pool's sync failed as a whole, or has not ended; empty otherwise.
+    """
+
+    publish: PublishReport
+    sync: SyncReport | None = None
+    problem: str = ""
+
+    @property
+    def version(self) -> WeightVersion:
+        """Return the version that was published."""
+        return self.publish.version
+
+    @property
+    def errors(self) -> Mapping[EngineId, Exception]:
+        """Return the engines that did not take the version, and why."""
+        return {} if self.sync is None else self.sync.errors
+
+
+class WeightPush:
+    """Brings the weights of one trainer rank to a pool. Not re-entrant: one push at a time.
+
+    Args:
+        place: The pool.
+        trainer: This rank's weights.
+        run: Name of this launch of the trainer, the same on every rank, and a new one for every launch.
+        publish_timeout_s: How long one publish may take, waiting for the other ranks included.
+        sync_timeout_s: How long rank 0 waits for the engines; they go on after that.
+        is_sync_awaited: Whether ``push`` waits for the engines at all.
+    """
+
+    def __init__(
+        self,
+        place: PoolPlace,
+        *,
+        trainer: Trainer,
+        run: str,
+        publish_timeout_s: float = 300.0,
+        sync_timeout_s: float = 120.0,
+        is_sync_awaited: bool = True,
+    ) -> None:
+        self._place, self._trainer, self._run = place, trainer, WeightVersion(run, 0).run  # checks the name
+        self._publish_timeout_s, self._sync_timeout_s = publish_timeout_s, sync_timeout_s
+        self._is_sync_awaited = is_sync_awaited
+        self._store: Transport | None = None
+        self._offer: StoreOffer
+        self._publisher: Publisher | None = None
+        self._sync: _Sync | None = None
+
+    def push(self) -> PushReport:
+        """Publish the trainer's weights as the next version; blocks. Call it on every rank; from a coroutine, in a thread.
+
+        Raises:
+            TransportError: Pool or store cannot be reached.
+            ConfigError: The pool knows of no store, or does not let this process in.
+            LayoutMismatchError: The weights do not fit the layouts to cut for; names the tensors.
+            TransferError: Another rank failed, or did not come in time.
+        """
+        publisher = self._opened()
+        publish = publisher.publish_sync()
+        if self._trainer.rank != 0:
+            return PushReport(publish=publish)
+        return self._synced(publish)
+
+    def close(self) -> None:
+        """Let go of the store. What was published stays there. Idempotent."""
+        if self._publisher is not None:
+            self._publisher.close()
+        if self._store is not None:
+            self._store.close()
+        self._publisher = self._store = None
+
+    def _opened(self) -> Publisher:
+        if self._publisher is None:
+            if self._store is None:
+                self._store, self._offer = self._place.open_store()
+            self._publisher = Publisher(
+                self._trainer,
+                self._store,
+                run=self._run,
+                targets=self._offer.layouts(list(self._trainer.tensors().values())),
+                timeout_s=self._publish_timeout_s,
+            )
+        return self._publisher
+
+    def _synced(self, publish: PublishReport) -> PushReport:
+        """Let the pool sync; a sync of an earlier push that has not ended takes this version along or is followed by another."""
+        assert self._store is not None  # noqa: S101 - it was opened to publish
+        address = self._store.address()
+        before, self._sync = self._sync, _Sync(self._place, {"name": address.name, **dict(address.options)})
+        self._sync.begin(after=before)
+        if not self._is_sync_awaited:
+            return PushReport(publish=publish)
+        if not self._sync.ended.wait(self._sync_timeout_s):
+            problem = f"the engines were not at {publish.version} after {self._sync_timeout_s} s (sync_timeout_s); the sync goes on"
+            _logger.warning(problem)
+            return PushReport(publish=publish, problem=problem)
+        if self._sync.error is not None:
+            return PushReport(publish=publish, problem=str(self._sync.error))
+        return PushReport(publish=publish, sync=self._sync.report)
+
+
+class _Sync:
+    """One sync of the pool, in a thread of its own, so that a trainer need not wait for it."""
+
+    def __init__(self, place: PoolPlace, address: Mapping[str, Any]) -> None:
+        self.ended = threading.Event()
+        self.report: SyncReport | None = None
+        self.error: RoseError | None = None
+        self._place, self._address = place, address
+
+    def begin(self, *, after: _Sync | None) -> None:
+        threading.Thread(target=self._run, args=(after,), name="rose-sync", daemon=True).start()
+
+    def _run(self, after: _Sync | None) -> None:
+        try:
+            if after is not None:
+                after.ended.wait()
+            body = {"address": dict(self._address)}
+            self.report = sync_report_from_plain(self._place.call("POST", "/v1/sync", body, timeout_s=float("inf")))
+        except RoseError as error:
+            self.error = error
+            _logger.warning("the pool could not sync its engines: %s", error)
+        except Exception as error:  # noqa: BLE001 - the root of a thread
+            self.error = TransferError(f"{type(error).__name__}: {error}")
+            _logger.warning("the pool could not sync its engines", exc_info=error)
+        finally:
+            if self.report is not None:
+                _log_errors(self.report)
+            self.ended.set()
+
+
+def _log_errors(report: SyncReport) -> None:
+    for engine_id, error in report.errors.items():
+        _logger.warning("engine %s did not take the new weights and gets no turns that need them: %s", engine_id, error)

@@ -1,0 +1,216 @@
+"""Weights pushed to a pool's service: real store, real publishers, engines that take versions without looking at them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("aiohttp", reason="aiohttp is not installed: pip install 'rose-rl[http]'")
+
+from rose import RolloutPool
+from rose.backends.memory import MemoryTransport
+from rose.errors import ConfigError, LayoutMismatchError, TransferError, TransportError
+from rose.frameworks import PoolPlace, PushReport, StreamedTrainer, WeightPush
+from rose.hosts.http.auth import TokenConfig
+from rose.hosts.http.pool_service import PoolService, serve_pool
+from rose.pool.store_offer import StoreOffer, TargetShape
+from rose.testing import FakeEngine, Fault, FaultKind
+from rose.transfer.relay import POINTER, read_manifest
+from rose.types import EngineId, TransportAddress, WeightVersion
+
+MODEL = {"num_attention_heads": 2, "num_key_value_heads": 2, "hidden_size": 8}
+OPEN: list[WeightPush] = []
+SHAPES = {
+    "model.embed_tokens.weight": (16, 8),
+    "model.layers.0.mlp.down_proj.weight": (8, 4),
+    "model.norm.weight": (8,),
+}
+
+
+@contextlib.asynccontextmanager
+async def site(
+    engines: Sequence[FakeEngine], *, targets: Sequence[TargetShape] = (), has_store: bool = True, **options: Any
+) -> AsyncIterator[tuple[PoolPlace, MemoryTransport]]:
+    store = MemoryTransport()
+    with contextlib.closing(store):
+        offer = StoreOffer(address=store.serve(), targets=targets, model=MODEL) if has_store else None
+        async with (
+            RolloutPool(engines) as pool,
+            serve_pool(PoolService(pool, name="toy", store=offer, **options)) as url,
+        ):
+            yield PoolPlace(url=url), store
+
+
+def engines(*faults: Fault, **options: Any) -> list[FakeEngine]:
+    return [
+        FakeEngine(engine_id=EngineId("e0"), **options),
+        FakeEngine(engine_id=EngineId("e1"), faults=faults, **options),
+    ]
+
+
+def shown(value: float) -> dict[str, np.ndarray]:
+    return {name: np.full(shape, value, dtype=np.float32) for name, shape in SHAPES.items()}
+
+
+def pushes(place: PoolPlace, world_size: int = 1, **options: Any) -> list[tuple[StreamedTrainer, WeightPush]]:
+    trainers = [StreamedTrainer(rank=rank, world_size=world_size) for rank in range(world_size)]
+    ranks = [(trainer, WeightPush(place, trainer=trainer, run="toy-1", **options)) for trainer in trainers]
+    OPEN.extend(one for _, one in ranks)
+    return ranks
+
+
+@pytest.fixture(autouse=True)
+def closing() -> Iterator[None]:
+    """Close what a test has opened; twice does no harm."""
+    yield
+    for one in OPEN:
+        one.close()
+        one.close()
+    OPEN.clear()
+
+
+async def push(ranks: list[tuple[StreamedTrainer, WeightPush]], value: float) -> list[PushReport]:
+    for trainer, _ in ranks:
+        trainer.update(shown(value))
+    return await asyncio.gather(*(asyncio.to_thread(one.push) for _, one in ranks))
+
+
+async def test_ranks_push_their_shares_and_every_engine_follows() -> None:
+    async with site(engines()) as (place, store):
+        ranks = pushes(place, world_size=2)
+        for n in range(3):
+            first, other = await push(ranks, float(n))
+            assert first.version == other.version == WeightVersion("toy-1", n)
+            assert first.sync is not None
+            assert set(first.sync.activations) == {"e0", "e1"}
+            assert not first.errors
+            assert other.sync is None, "rank 0 alone talks to the pool"
+            assert first.publish.is_gathered
+        async with place.connect() as pool:
+            assert {engine.version for engine in (await pool.snapshot()).engines} == {WeightVersion("toy-1", 2)}
+        assert read_manifest(store, str(store.read_pointer(POINTER))).version == WeightVersion("toy-1", 2)
+
+
+async def test_an_unchanged_push_is_a_version_too() -> None:
+    async with site(engines()) as (place, _):
+        ranks = pushes(place)
+        await push(ranks, 1.0)
+        (report,) = await push(ranks, 1.0)
+        assert report.version.n == 1
+        assert report.publish.num_changed == 0
+        assert report.sync is not None
+        assert len(report.sync.activations) == 2
+
+
+async def test_an_engine_that_fails_is_reported_and_the_push_goes_on() -> None:
+    async with site(engines(Fault(kind=FaultKind.FENCE, request_index=1))) as (place, _):
+        ranks = pushes(place)
+        await push(ranks, 0.0)
+        (report,) = await push(ranks, 1.0)
+        assert set(report.errors) == {"e1"}
+        assert report.sync is not None
+        assert set(report.sync.activations) == {"e0"}
+        (report,) = await push(ranks, 2.0)
+        assert not report.errors, "it comes back by full weights"
+
+
+async def test_a_sync_that_takes_long_is_not_waited_for_beyond_its_time() -> None:
+    async with site(engines(stage_s=0.5)) as (place, _):
+        ranks = pushes(place, sync_timeout_s=0.05)
+        (report,) = await push(ranks, 0.0)
+        assert report.sync is None
+        assert "were not at toy-1:0 after 0.05 s (sync_timeout_s)" in report.problem
+        (report,) = await push(ranks, 1.0)
+        assert report.version.n == 1
+        async with place.connect() as pool, asyncio.timeout(10.0):
+            while {engine.version for engine in (await pool.snapshot()).engines} != {WeightVersion("toy-1", 1)}:
+                await asyncio.sleep(0.05)
+
+
+async def test_nobody_waits_where_that_is_not_wanted() -> None:
+    async with site(engines(stage_s=0.2)) as (place, _):
+        ranks = pushes(place, is_sync_awaited=False)
+        (report,) = await push(ranks, 0.0)
+        assert report.sync is None
+        assert not report.problem
+        async with place.connect() as pool, asyncio.timeout(10.0):
+            while not any(engine.version for engine in (await pool.snapshot()).engines):
+                await asyncio.sleep(0.05)
+
+
+async def test_weights_are_cut_for_the_engines_that_the_pool_names() -> None:
+    async with site(engines(), targets=[TargetShape(engine="vllm", tp=2)]) as (place, store):
+        await push(pushes(place), 1.0)
+        cut, whole = await asyncio.to_thread(num_cells, store), len(SHAPES)
+        assert cut == whole + 1, "the projection lies on two ranks; the padded embedding, so small, on the first alone"
+
+
+def num_cells(store: MemoryTransport) -> int:
+    key = store.read_pointer(POINTER)
+    assert key is not None
+    return len(read_manifest(store, key).columns.codec)
+
+
+async def test_weights_that_the_engines_cannot_hold_are_refused_by_name() -> None:
+    async with site(engines(), targets=[TargetShape(engine="vllm", tp=2)]) as (place, _):
+        ((trainer, one),) = pushes(place)
+        trainer.update({"model.odd.weight": np.ones((4, 4), dtype=np.float32)})
+        with pytest.raises(LayoutMismatchError, match=r"model\.odd\.weight"):
+            await asyncio.to_thread(one.push)
+
+
+async def test_half_a_pass_is_not_pushed() -> None:
+    async with site(engines()) as (place, _):
+        ((trainer, one),) = pushes(place)
+        trainer.update(shown(1.0))
+        await asyncio.to_thread(one.push)
+        with pytest.raises(LayoutMismatchError, match="is missing"):
+            trainer.update([("model.norm.weight", np.ones(8, dtype=np.float32))])
+        with pytest.raises((LayoutMismatchError, TransferError), match="call update"):
+            await asyncio.to_thread(one.push)
+        trainer.update(shown(2.0))
+        assert (await asyncio.to_thread(one.push)).version.n == 1
+
+
+async def test_a_pool_without_a_store_says_what_to_do() -> None:
+    async with site(engines(), has_store=False) as (place, _):
+        ranks = pushes(place)
+        with pytest.raises(ConfigError, match=r"\[transport\] of its job file keeper = \"pool\""):
+            await push(ranks, 1.0)
+
+
+async def test_the_store_is_told_to_the_job_only() -> None:
+    tokens = [TokenConfig(name="toy", sha256=hashlib.sha256(b"secret").hexdigest())]
+    async with site(engines(), tokens=tokens) as (place, _):
+        with pytest.raises(ConfigError):
+            await asyncio.to_thread(place.open_store)
+        known = PoolPlace(url=place.url, token="secret")  # noqa: S106
+        assert (await asyncio.to_thread(known.check))["name"] == "toy"
+        (await asyncio.to_thread(known.open_store))[0].close()
+
+
+async def test_a_pool_that_is_not_there() -> None:
+    place = PoolPlace(url="http://127.0.0.1:9")
+    with pytest.raises(TransportError, match=r"127\.0\.0\.1:9"):
+        await asyncio.to_thread(place.check)
+    with pytest.raises(TransportError):
+        await push(pushes(place), 1.0)
+
+
+def test_what_is_no_offer_is_refused() -> None:
+    offer = StoreOffer(address=TransportAddress(name="memory", options=(("host", "h"),)), targets=(), model={})
+    assert StoreOffer.from_wire(offer.to_wire()) == offer
+    for broken in (
+        {},
+        None,
+        {**offer.to_wire(), "targets": [{"tp": 2}]},
+        {**offer.to_wire(), "address": {"name": "x", "token_file": "/etc/passwd"}},
+    ):
+        with pytest.raises(TransportError, match="no offer of a store"):
+            StoreOffer.from_wire(broken)
