@@ -35,7 +35,7 @@ class AgentExecutor(MultiTurnAgentExecutor):
     def __init__(self) -> None:
         super().__init__(Environment)
 
-    async def execute(self, prompt, label, sampling_params, max_length, hf_tokenizer, llm_engine, images=None):  # noqa: ANN001, ANN201
+    async def execute(self, prompt, label, sampling_params, max_length, hf_tokenizer, llm_engine, images=None):
         sampling_params.stop_token_ids = STOPS
         if label.startswith("greedy"):
             sampling_params.temperature = 0.0

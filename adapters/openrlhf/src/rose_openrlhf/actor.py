@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import logging
 from typing import Any
 
@@ -117,12 +118,10 @@ def check_first(report: PushReport) -> None:
 
 
 def _load_executor(settings: FrontSettings) -> Any:
-    from openrlhf.trainer.ray.vllm_engine import _load_agent_executor  # noqa: PLC0415 - heavy, and the framework's
-    from openrlhf.utils.agent import SingleTurnAgentExecutor  # noqa: PLC0415 - heavy
-
     if settings.agent_func_path:
-        return _load_agent_executor(settings.agent_func_path)
-    return SingleTurnAgentExecutor(settings.remote_rm_url)
+        engine = importlib.import_module("openrlhf.trainer.ray.vllm_engine")
+        return engine._load_agent_executor(settings.agent_func_path)  # noqa: SLF001 - there is no other way to load one as OpenRLHF does
+    return importlib.import_module("openrlhf.utils.agent").SingleTurnAgentExecutor(settings.remote_rm_url)
 
 
 def _load_tokenizer(path: str) -> Any:

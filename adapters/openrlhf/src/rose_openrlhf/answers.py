@@ -53,7 +53,9 @@ class RequestOutput:
     rose: TurnResult
 
 
-def to_output(request_id: str, prompt_ids: Sequence[int], request: Request, result: TurnResult, codec: Codec) -> RequestOutput:
+def to_output(
+    request_id: str, prompt_ids: Sequence[int], request: Request, result: TurnResult, codec: Codec
+) -> RequestOutput:
     """Return the output of a turn, cut where a stop text ends it."""
     token_ids, text, stop_reason = _text_of(prompt_ids, request, result, codec)
     logprobs = result.logprobs[: len(token_ids)]

@@ -6,6 +6,7 @@ The group is what OpenRLHF makes it: by default a stateless one (over NCCL with 
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import attrs
@@ -21,7 +22,9 @@ class BroadcastMember:
     _group: Any = None
     _group_name: str | None = None
 
-    def join(self, *, address: str, port: int, rank: int, world_size: int, group_name: str, backend: str, use_ray: bool) -> None:
+    def join(
+        self, *, address: str, port: int, rank: int, world_size: int, group_name: str, backend: str, use_ray: bool
+    ) -> None:
         """Join; returns when all ranks have.
 
         Raises:
@@ -39,9 +42,8 @@ class BroadcastMember:
             collective.init_collective_group(world_size=world_size, rank=rank, backend=backend, group_name=group_name)
             self._group_name = group_name
         else:
-            from openrlhf.utils.distributed_util import stateless_init_process_group  # noqa: PLC0415 - heavy
-
-            self._group = stateless_init_process_group(address, port, rank, world_size, self._device())
+            groups = importlib.import_module("openrlhf.utils.distributed_util")
+            self._group = groups.stateless_init_process_group(address, port, rank, world_size, self._device())
 
     def receive(self, dtype: Any, shape: Any) -> Any:
         """Return the tensor that rank 0 broadcasts next.

@@ -21,7 +21,5 @@ class HfCodec:
     def decode(self, ids: Sequence[int], skips_special: bool) -> str:  # noqa: FBT001 - as the protocol has it
         """Return the text of ids, as it is: nothing is tidied up."""
         return str(
-            self.tokenizer.decode(
-                list(ids), skip_special_tokens=skips_special, clean_up_tokenization_spaces=False
-            )
+            self.tokenizer.decode(list(ids), skip_special_tokens=skips_special, clean_up_tokenization_spaces=False)
         )

@@ -58,9 +58,19 @@ class EngineMaker:
         Raises:
             SystemExit: With code 2: the pool cannot serve the job; why is on standard error.
         """
-        del seed, enable_prefix_caching, enforce_eager, shared_pg, gpu_memory_utilization, vllm_enable_sleep, logprobs_mode
+        del (
+            seed,
+            enable_prefix_caching,
+            enforce_eager,
+            shared_pg,
+            gpu_memory_utilization,
+            vllm_enable_sleep,
+            logprobs_mode,
+        )
         if full_determinism:
-            _logger.warning("--train.full_determinism_enable: where and with what a turn is batched in a pool differs from run to run")
+            _logger.warning(
+                "--train.full_determinism_enable: where and with what a turn is batched in a pool differs from run to run"
+            )
         if (num_engines, tensor_parallel_size, max_images_per_prompt) != (1, 1, 0):
             message = "set --vllm.num_engines 1 --vllm.tensor_parallel_size 1 --data.max_images_per_prompt 0"
             raise ConfigError(message)
@@ -90,5 +100,8 @@ def start_front(settings: FrontSettings, *, num_gpus: int, exit_: Callable[[int]
     except RoseError as error:  # Ray's error is also one of its cause's type
         print(f"rose_openrlhf: {getattr(error, 'cause', error)}", file=sys.stderr)  # noqa: T201 - a command
         return exit_(2)
-    _logger.info("the pool's front is open; its engines have %s", "their own weights" if version is None else f"{settings.run}:{version}")
+    _logger.info(
+        "the pool's front is open; its engines have %s",
+        "their own weights" if version is None else f"{settings.run}:{version}",
+    )
     return front

@@ -64,10 +64,23 @@ def parser() -> argparse.ArgumentParser:
     group.add_argument("--rose.publish_timeout_s", **seconds, help="publishing one version (600)")  # type: ignore[arg-type]
     group.add_argument("--rose.sync_timeout_s", **seconds, help="engines fetching one version (600)")  # type: ignore[arg-type]
     group.add_argument("--rose.hold_s", **seconds, help="longest pause for a sync in partial-rollout mode (1800)")  # type: ignore[arg-type]
-    group.add_argument("--rose.weights_dtype", choices=DTYPES, help="of the engines, if it is not the trainer's; weights are cast to it")
-    group.add_argument("--rose.initial_weights", choices=("publish", "skip"), help="the checkpoint as version 0 (publish)")
-    group.add_argument("--rose.vllm", choices=("auto", "stand-in"), help="stand-in: also where vLLM is installed (auto)")
-    group.add_argument("--rose.processed_logprobs", action="store_true", default=None, help="engines run logprobs_mode=processed_logprobs")
+    group.add_argument(
+        "--rose.weights_dtype",
+        choices=DTYPES,
+        help="of the engines, if it is not the trainer's; weights are cast to it",
+    )
+    group.add_argument(
+        "--rose.initial_weights", choices=("publish", "skip"), help="the checkpoint as version 0 (publish)"
+    )
+    group.add_argument(
+        "--rose.vllm", choices=("auto", "stand-in"), help="stand-in: also where vLLM is installed (auto)"
+    )
+    group.add_argument(
+        "--rose.processed_logprobs",
+        action="store_true",
+        default=None,
+        help="engines run logprobs_mode=processed_logprobs",
+    )
     return parser
 
 
@@ -159,7 +172,9 @@ def read_job(arguments: Sequence[str]) -> Job:
     found = vars(reader.parse_known_args(list(arguments))[0])
     packs = found.pop("packing_samples"), found.pop("dynamic_batch"), found.pop("ring_attn_size") > 1
     names = ("--ds.packing_samples", "--train.dynamic_batch_enable", "--ds.ring_attn_size")
-    return Job(**found, needs_flash_attn=next((name for name, is_set in zip(names, packs, strict=True) if is_set), None))
+    return Job(
+        **found, needs_flash_attn=next((name for name, is_set in zip(names, packs, strict=True) if is_set), None)
+    )
 
 
 def check_job(job: Job, options: Options, *, has_flash_attn: bool) -> None:
@@ -189,9 +204,13 @@ def check_job(job: Job, options: Options, *, has_flash_attn: bool) -> None:
 
 def _check_engines(job: Job) -> None:
     if job.num_engines != 1:
-        _refuse(f"--vllm.num_engines {job.num_engines}: OpenRLHF sees one engine, the pool's front, and all of the pool's behind it; set it to 1")
+        _refuse(
+            f"--vllm.num_engines {job.num_engines}: OpenRLHF sees one engine, the pool's front, and all of the pool's behind it; set it to 1"
+        )
     if job.tensor_parallel_size != 1:
-        _refuse(f"--vllm.tensor_parallel_size {job.tensor_parallel_size}: engines are cut as the pool's job file says; set it to 1")
+        _refuse(
+            f"--vllm.tensor_parallel_size {job.tensor_parallel_size}: engines are cut as the pool's job file says; set it to 1"
+        )
     if job.colocate_all and not job.async_enable and job.sync_backend == "nccl":
         _refuse(
             "--train.colocate_all hands weights over by CUDA IPC to engines on the trainer's GPUs, and a pool's are elsewhere; "
@@ -206,7 +225,9 @@ def _check_engines(job: Job) -> None:
 
 def _check_weights(job: Job) -> None:
     if job.lora_rank:
-        _refuse("--ds.lora.rank: OpenRLHF's sync sends a LoRA model's layers under names that no engine has; train all weights")
+        _refuse(
+            "--ds.lora.rank: OpenRLHF's sync sends a LoRA model's layers under names that no engine has; train all weights"
+        )
     if job.load_in_4bit:
         _refuse("--ds.load_in_4bit: packed weights cannot be given to engines; leave it out")
     if job.model is None:

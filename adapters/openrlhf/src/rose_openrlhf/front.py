@@ -74,11 +74,24 @@ class PoolFront:
     # Rollouts.
 
     async def generate_responses(
-        self, prompt: Any, label: Any, sampling_params: Any, max_length: int, hf_tokenizer: Any, num_samples: int = 1, images: Any = None
+        self,
+        prompt: Any,
+        label: Any,
+        sampling_params: Any,
+        max_length: int,
+        hf_tokenizer: Any,
+        num_samples: int = 1,
+        images: Any = None,
     ) -> list[Any]:
         """Run the executor ``num_samples`` times on a prompt; each gets settings of its own, since executors change them."""
         group_id = f"{self.run}/{next(self._numbers)}"
-        names = {"prompt": prompt, "label": label, "max_length": max_length, "hf_tokenizer": hf_tokenizer, "images": images}
+        names = {
+            "prompt": prompt,
+            "label": label,
+            "max_length": max_length,
+            "hf_tokenizer": hf_tokenizer,
+            "images": images,
+        }
 
         async def sample(number: int) -> Any:
             trajectory = Trajectory(f"{group_id}/{number}", group_id, hf_tokenizer)
@@ -94,7 +107,9 @@ class PoolFront:
         finally:
             self._num_unfinished -= num_samples
 
-    async def generate(self, prompt_token_ids: Any, sampling_params: Any, multi_modal_data: Any = None) -> RequestOutput:
+    async def generate(
+        self, prompt_token_ids: Any, sampling_params: Any, multi_modal_data: Any = None
+    ) -> RequestOutput:
         """Answer one turn of an executor.
 
         Raises:
@@ -133,8 +148,15 @@ class PoolFront:
     # Weights.
 
     async def init_process_group(
-        self, master_address: str, master_port: int, rank_offset: int, world_size: int, group_name: str, backend: str, use_ray: bool
-    ) -> None:  # fmt: skip
+        self,
+        master_address: str,
+        master_port: int,
+        rank_offset: int,
+        world_size: int,
+        group_name: str,
+        backend: str,
+        use_ray: bool,  # noqa: FBT001 - OpenRLHF's
+    ) -> None:
         """Join the trainer's group."""
         await asyncio.to_thread(
             self.member.join,

@@ -91,7 +91,9 @@ def _context_of(engine: Mapping[str, Any]) -> int | None:
 def _tell(setup: workers.Setup, version: str, place: PoolPlace) -> None:
     _logger.info("OpenRLHF %s over the pool at %s", version, place.url)
     if setup.vllm:
-        _logger.info("vLLM runs in the pool's engines only: OpenRLHF gets a stand-in for the names that it imports, weights cross through host memory")
+        _logger.info(
+            "vLLM runs in the pool's engines only: OpenRLHF gets a stand-in for the names that it imports, weights cross through host memory"
+        )
     if setup.flash_attn:
         _logger.info("flash_attn is not installed: OpenRLHF gets a stand-in that refuses to be called")
 
@@ -100,7 +102,7 @@ def _replace(maker: EngineMaker, options: Options) -> None:
     import ray  # noqa: PLC0415 - the framework's
 
     ray.init = with_setup(ray.init, options)
-    package = importlib.import_module("openrlhf.trainer.ray")
+    package: Any = importlib.import_module("openrlhf.trainer.ray")
     check_signature(package.create_vllm_engines)
     package.create_vllm_engines = maker.create
 

@@ -18,7 +18,17 @@ import attrs
 from rose.errors import ConfigError
 from rose.types import Sampling
 
-_MAPPED = {"max_tokens", "temperature", "top_p", "stop_token_ids", "ignore_eos", "logprobs", "seed", "min_tokens", "stop"}
+_MAPPED = {
+    "max_tokens",
+    "temperature",
+    "top_p",
+    "stop_token_ids",
+    "ignore_eos",
+    "logprobs",
+    "seed",
+    "min_tokens",
+    "stop",
+}
 _TEXT_ONLY = {
     "skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output", "detokenize", "output_kind",
     "skip_clone", "stream_interval", "flat_logprobs", "output_text_buffer_length",
@@ -32,7 +42,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "frequency_penalty": (0, None),
     "repetition_penalty": (1, None),
 }
-_EMPTY = (None, (), [], {}, set(), False)
+_EMPTY: tuple[Any, ...] = (None, (), [], {}, set(), False)
 _GREEDY_BELOW = 1e-5  # vLLM draws greedily below this temperature
 
 
@@ -89,7 +99,9 @@ def read_request(params: Any, *, num_prompt_tokens: int, max_model_len: int, cod
     _refuse_others(params)
     logprobs, min_tokens = getattr(params, "logprobs", None), getattr(params, "min_tokens", 0) or 0
     if logprobs not in {None, 0, 1}:
-        raise ConfigError(_refusal("logprobs", logprobs, "a pool gives the log-prob of the token that was drawn; use 1 or None"))
+        raise ConfigError(
+            _refusal("logprobs", logprobs, "a pool gives the log-prob of the token that was drawn; use 1 or None")
+        )
     if min_tokens not in {0, 1}:
         raise ConfigError(_refusal("min_tokens", min_tokens, "use 0 or 1"))
     stop = _texts(getattr(params, "stop", None))
@@ -128,7 +140,7 @@ def _max_tokens(params: Any, num_prompt_tokens: int, max_model_len: int) -> int:
 
 def _texts(stop: str | Iterable[str] | None) -> tuple[str, ...]:
     texts = (stop,) if isinstance(stop, str) else tuple(stop or ())
-    if not all(isinstance(text, str) and text for text in texts):
+    if not all(texts):
         raise ConfigError(_refusal("stop", stop, "give texts that are not empty"))
     return texts
 

@@ -56,7 +56,7 @@ class Trajectory:
 
     def note(self, result: TurnResult) -> None:
         """Count a turn's versions and moves."""
-        numbers = [span.version.n for span in result.versions if span.version is not None]
+        numbers = [span.version.n for span in result.versions]
         if numbers:
             self._oldest = min(numbers if self._oldest is None else [*numbers, self._oldest])
             self._newest = max(numbers if self._newest is None else [*numbers, self._newest])
@@ -65,7 +65,11 @@ class Trajectory:
     def notes(self) -> dict[str, float]:
         """Return what is logged of it: the oldest and the newest version (-1: not known), and engines asked, the first included."""
         oldest, newest = (-1 if value is None else value for value in (self._oldest, self._newest))
-        return {"rose_version_min": float(oldest), "rose_version_max": float(newest), "rose_hops": float(self._num_hops)}
+        return {
+            "rose_version_min": float(oldest),
+            "rose_version_max": float(newest),
+            "rose_hops": float(self._num_hops),
+        }
 
 
 current: contextvars.ContextVar[Trajectory | None] = contextvars.ContextVar("rose_openrlhf_trajectory", default=None)
@@ -163,7 +167,9 @@ class TurnRunner:
 def _is_barren(result: TurnResult, request: Request) -> bool:
     """Tell whether the answer's first token is its end, which ``min_tokens`` 1 forbids."""
     ids = result.token_ids
-    return result.finish_reason is FinishReason.STOP and (not ids or (len(ids) == 1 and ids[0] not in request.text.stop_ids))
+    return result.finish_reason is FinishReason.STOP and (
+        not ids or (len(ids) == 1 and ids[0] not in request.text.stop_ids)
+    )
 
 
 def is_passing(error: RoseError) -> bool:

@@ -135,7 +135,7 @@ class WeightInlet:
     announce: Callable[[Any], None] = lambda _: None
     clock: Callable[[], float] = time.monotonic
     rest: Callable[[float], Awaitable[None]] = asyncio.sleep
-    _pass: _Pass | None = None
+    _current: _Pass | None = attrs.field(default=None, init=False)
 
     async def take(self, name: str, tensor: Any, *, is_last: bool) -> None:
         """Take one tensor; with ``is_last`` return when its version is published and the pool was brought to it.
@@ -144,24 +144,26 @@ class WeightInlet:
             LayoutMismatchError: The pass had other tensors than the first one; nothing was published.
             RoseError: Publishing failed.
         """
-        if self._pass is not None and name in self._pass.names:
-            _logger.warning("a sync began anew at %s after %d tensors; what had come is dropped", name, len(self._pass.names))
-            await self._pass.drop()
-            self._pass = None
-        if self._pass is None:
-            self._pass = _Pass(first=name)
-            self._pass.begin(self.copy)
-        current = self._pass
+        if self._current is not None and name in self._current.names:
+            _logger.warning(
+                "a sync began anew at %s after %d tensors; what had come is dropped", name, len(self._current.names)
+            )
+            await self._current.drop()
+            self._current = None
+        if self._current is None:
+            self._current = _Pass(first=name)
+            self._current.begin(self.copy)
+        current = self._current
         try:
             await current.take(name, tensor)
             if is_last:
                 await current.end()
         except BaseException:
-            self._pass = None
+            self._current = None
             await current.drop()
             raise
         if is_last:
-            self._pass = None
+            self._current = None
             await self.publish()
 
     async def take_all(self, pairs: Iterator[tuple[str, Any]]) -> Any:

@@ -65,7 +65,9 @@ def _is_installed(name: str) -> bool:
 class _Finder(importlib.abc.MetaPathFinder):
     """Finds the one module that needs flash_attn, and has it loaded beside the stand-in."""
 
-    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
         if fullname != _NEEDS_FLASH_ATTN:
             return None
         spec = PathFinder.find_spec(fullname, path, target)

@@ -44,7 +44,10 @@ def _watch_syncs(trainer: Any) -> None:
         if torch.distributed.get_rank() != 0:
             return
         number = next(_numbers)
-        _write(f"weights-{number}.pt", {name: value.data.clone() for name, value in self.actor.model.module.named_parameters()})
+        _write(
+            f"weights-{number}.pt",
+            {name: value.data.clone() for name, value in self.actor.model.module.named_parameters()},
+        )
         give_up_s = time.monotonic() + _SEEN_S
         while not (_folder() / f"weights-{number}.seen").exists() and time.monotonic() < give_up_s:
             time.sleep(0.05)
@@ -57,7 +60,19 @@ def _watch_experience(maker: Any) -> None:
 
     def make_experience(self: Any, samples_list: list[Any]) -> list[Any]:
         made = make(self, samples_list)
-        names = ("sequences", "attention_mask", "action_mask", "rollout_log_probs", "action_log_probs", "rewards", "truncated", "total_length", "prompts", "labels", "info")
+        names = (
+            "sequences",
+            "attention_mask",
+            "action_mask",
+            "rollout_log_probs",
+            "action_log_probs",
+            "rewards",
+            "truncated",
+            "total_length",
+            "prompts",
+            "labels",
+            "info",
+        )
         _write(f"experience-{next(_batches)}.pt", [{name: getattr(one, name) for name in names} for one in made])
         return made
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from harness import make_model
 
+from harness import make_model
 from rose.testing import PoolSite
 
 

@@ -6,7 +6,6 @@ import time
 from typing import Any
 
 from harness import digests
-
 from rose.testing import PoolSite
 
 
@@ -35,3 +34,14 @@ def check_equal(site: PoolSite, weights: dict[str, Any], *engines: str) -> str:
         wait_for(site, engine, version)
         assert site.sums(engine) == expected, engine
     return version
+
+
+def log_prob_differences(batches: list[dict[str, Any]]) -> Any:
+    """Return how far each sampled token's log-prob is from the trainer's own, computed anew on the same tokens."""
+    import numpy as np
+
+    parts = [
+        (one["rollout_log_probs"] - one["action_log_probs"])[one["action_mask"] == 1].float().abs().numpy()
+        for one in batches
+    ]
+    return np.concatenate(parts)

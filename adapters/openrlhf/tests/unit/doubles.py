@@ -46,7 +46,11 @@ def result(ids: Sequence[int] | str, finish: FinishReason = FinishReason.STOP, n
     tokens = tuple(map(ord, ids)) if isinstance(ids, str) else tuple(ids)
     span = (VersionSpan(version=WeightVersion("r", n), start=0, end=len(tokens)),) if tokens else ()
     return TurnResult(
-        token_ids=tokens, logprobs=tuple(-0.5 - i for i in range(len(tokens))), finish_reason=finish, versions=span, hops=()
+        token_ids=tokens,
+        logprobs=tuple(-0.5 - i for i in range(len(tokens))),
+        finish_reason=finish,
+        versions=span,
+        hops=(),
     )
 
 

@@ -1,8 +1,8 @@
 """Results to what executors read."""
 
 import pytest
-from doubles import Letters, openrlhf_params, result
 
+from doubles import Letters, openrlhf_params, result
 from rose.types import FinishReason
 from rose_openrlhf.answers import mark, to_output
 from rose_openrlhf.sampling import read_request
@@ -20,7 +20,11 @@ def test_an_answer_that_ended():
     assert answer.token_ids == [97, 98, EOS]
     assert isinstance(answer.token_ids, list)  # executors add it to a list
     assert (answer.text, answer.finish_reason, answer.stop_reason) == ("ab", "stop", None)
-    assert [entry[token].logprob for token, entry in zip(answer.token_ids, answer.logprobs, strict=True)] == [-0.5, -1.5, -2.5]
+    assert [entry[token].logprob for token, entry in zip(answer.token_ids, answer.logprobs, strict=True)] == [
+        -0.5,
+        -1.5,
+        -2.5,
+    ]
 
 
 def test_an_answer_that_was_cut_off():

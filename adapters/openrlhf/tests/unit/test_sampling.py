@@ -1,15 +1,17 @@
 """Settings to a turn's: exactly, or refused by name."""
 
 import pytest
-from doubles import Letters, openrlhf_params
 
+from doubles import Letters, openrlhf_params
 from rose.errors import ConfigError
 from rose.types import Sampling
 from rose_openrlhf.sampling import TextRules, read_request
 
 
 def read(num_prompt_tokens=10, **given):
-    return read_request(openrlhf_params(**given), num_prompt_tokens=num_prompt_tokens, max_model_len=64, codec=Letters())
+    return read_request(
+        openrlhf_params(**given), num_prompt_tokens=num_prompt_tokens, max_model_len=64, codec=Letters()
+    )
 
 
 def test_what_openrlhf_asks_for():

@@ -2,8 +2,8 @@
 
 import attrs
 import pytest
-from doubles import Letters, Script, failing, openrlhf_params, result
 
+from doubles import Letters, Script, failing, openrlhf_params, result
 from rose.errors import NoEngineError, RequestRefusedError, TransportError, TurnFailedError, VersionUnavailableError
 from rose.types import AnyVersion, AtLeast, FinishReason
 from rose_openrlhf.sampling import read_request
@@ -19,7 +19,9 @@ def runner(script, version=None, retry_s=60.0):
         clock[0] += seconds
 
     limits = TurnLimits(deadline_s=5.0, retry_s=retry_s)
-    return TurnRunner(generate=script.generate, limits=limits, version=lambda: version, rest=rest, clock=lambda: clock[0])
+    return TurnRunner(
+        generate=script.generate, limits=limits, version=lambda: version, rest=rest, clock=lambda: clock[0]
+    )
 
 
 def request(**given):
