@@ -83,6 +83,18 @@ SMALL = (
 """What makes the examples a matter of a minute on two cores; appended to their flags."""
 
 
+def readme_commands() -> list[str]:
+    """Return the commands that the README tells a newcomer to give, in order."""
+    blocks = re.findall(r"```console\n(.*?)```", (ADAPTER / "README.md").read_text(), re.DOTALL)
+    return [line.removeprefix("$ ") for block in blocks for line in block.splitlines() if line.startswith("$ ")]
+
+
+def readme_command(words: str, *flags: str) -> list[str]:
+    """Return the README's one command that has ``words`` in it, as it stands there, with flags behind."""
+    (line,) = [command for command in readme_commands() if words in command]
+    return ["bash", "-c", f'{line} "$@"', "README", *flags]
+
+
 def environment(folder: Path, **further: str) -> dict[str, str]:
     """Return the variables of a run."""
     bin_folder = str(Path(sys.executable).parent)

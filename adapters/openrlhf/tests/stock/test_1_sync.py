@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from engines import check_equal, log_prob_differences
-from harness import ADAPTER, SMALL, Run, make_prompts
+from harness import ADAPTER, SMALL, Run, make_prompts, readme_command
 from rose.testing import PoolSite
 
 pytestmark = [pytest.mark.stock, pytest.mark.timeout(600)]
@@ -27,7 +27,7 @@ def run(site: PoolSite, model: Path, folder: Path) -> Run:
         "REWARD": str(ADAPTER / "examples/reward.py"),
     }
     flags = ["--rose.weights_dtype", "float32", *SMALL]
-    one = Run.start(here, ["bash", "examples/grpo.sh", *flags], variables)
+    one = Run.start(here, readme_command("examples/grpo.sh", *flags), variables)
     one.versions = []
 
     def on_sync(number, weights):

@@ -9,7 +9,7 @@ import pytest
 
 from agent import FEEDBACK, STOPS
 from engines import check_equal, log_prob_differences
-from harness import HERE, SMALL, Run, make_prompts
+from harness import SMALL, Run, make_prompts, readme_command
 from rose.testing import PoolSite
 
 pytestmark = [pytest.mark.stock, pytest.mark.timeout(600)]
@@ -20,21 +20,9 @@ def run(site: PoolSite, model: Path, folder: Path) -> Run:
     here = folder / "agent"
     here.mkdir()
     prompts = make_prompts(here / "prompts.jsonl", 4, lambda n: "greedy" if n % 2 else "drawn")
-    command = [
-        *["bash", "-c", 'exec "$PYTHON" -m rose_openrlhf "$@"', "rose_openrlhf"],
-        *["--rose.pool", site.url, "--rose.weights_dtype", "float32", "--vllm.num_engines", "1"],
-        *["--actor.num_nodes", "1", "--actor.num_gpus_per_node", "1", "--actor.model_name_or_path", str(model)],
-        *[
-            "--data.prompt_dataset",
-            str(prompts),
-            "--data.label_key",
-            "label",
-            "--train.agent_func_path",
-            str(HERE / "agent.py"),
-        ],
-        *["--algo.advantage.estimator", "rloo", "--algo.advantage.is_correction_level", "token", *SMALL],
-    ]
-    one = Run.start(here, command, {})
+    variables = {"ROSE_POOL": site.url, "MODEL": str(model), "PROMPTS": str(prompts)}
+    flags = ["--rose.weights_dtype", "float32", "--algo.advantage.is_correction_level", "token", *SMALL]
+    one = Run.start(here, readme_command("tests/agent.py", *flags), variables)
     one.versions = []
     try:
         code = one.wait(lambda _, weights: one.versions.append(check_equal(site, weights, "own0", "own1", "gpu0")))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from engines import check_equal, newest
-from harness import ADAPTER, SMALL, Run, make_prompts
+from harness import ADAPTER, SMALL, Run, make_prompts, readme_command
 from rose.testing import PoolSite
 
 pytestmark = [pytest.mark.stock, pytest.mark.timeout(900)]
@@ -45,7 +45,7 @@ def run(site: PoolSite, model: Path, folder: Path) -> Run:
         "-1",
         "2",
     ]
-    one = Run.start(here, ["bash", "examples/dapo.sh", *flags], variables)
+    one = Run.start(here, readme_command("examples/dapo.sh", *flags), variables)
     one.versions, one.killed = [], []
 
     def on_sync(number, weights):
