@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import functools
 import itertools
 import logging
 from collections.abc import Awaitable, Callable
@@ -29,17 +30,19 @@ from typing import Any
 
 import attrs
 
+from rose.errors import ConfigError
+from rose.types import FinishReason, TurnResult
 from rose_openrlhf.answers import RequestOutput, mark, to_output
 from rose_openrlhf.broadcast import BroadcastMember
 from rose_openrlhf.codec import HfCodec
-from rose_openrlhf.sampling import read_request
+from rose_openrlhf.sampling import Request, read_request
 from rose_openrlhf.turns import Trajectory, TurnRunner, current
-from rose_openrlhf.weights import WeightInlet
+from rose_openrlhf.weights import WeightInlet, in_thread
 
 _logger = logging.getLogger(__name__)
 
 
-@attrs.define(kw_only=True)
+@attrs.define(kw_only=True, repr=False, eq=False)
 class PoolFront:
     """Serves OpenRLHF's calls. All methods run on one event loop.
 
@@ -113,7 +116,7 @@ class PoolFront:
         """Answer one turn of an executor.
 
         Raises:
-            ConfigError: The settings ask for what a pool does not have.
+            ConfigError: The settings ask for what a pool does not have, or its engines take shorter contexts than the job.
             NotImplementedError: There are images.
             TurnFailedError: The pool could not answer.
         """
@@ -127,6 +130,7 @@ class PoolFront:
         )
         await self._wait_until_open()
         result = await self.runner.run(trajectory, prompt_ids, request)
+        check_room(result, request)
         return to_output(f"{trajectory.trajectory_id}#{next(self._numbers)}", prompt_ids, request, result, codec)
 
     def get_num_unfinished_requests(self) -> int:
@@ -158,20 +162,22 @@ class PoolFront:
         use_ray: bool,  # noqa: FBT001 - OpenRLHF's
     ) -> None:
         """Join the trainer's group."""
-        await asyncio.to_thread(
-            self.member.join,
-            address=master_address,
-            port=master_port,
-            rank=rank_offset,
-            world_size=world_size,
-            group_name=group_name,
-            backend=backend,
-            use_ray=use_ray,
+        await in_thread(
+            functools.partial(
+                self.member.join,
+                address=master_address,
+                port=master_port,
+                rank=rank_offset,
+                world_size=world_size,
+                group_name=group_name,
+                backend=backend,
+                use_ray=use_ray,
+            )
         )
 
     async def update_weight(self, name: str, dtype: Any, shape: Any, empty_cache: bool = False) -> None:  # noqa: FBT001, FBT002 - OpenRLHF's
         """Receive one tensor; ``empty_cache`` marks a sync's last one, which returns when the version is with the engines."""
-        tensor = await asyncio.to_thread(self.member.receive, dtype, shape)
+        tensor = await in_thread(self.member.receive, dtype, shape)
         await self.inlet.take(name, tensor, is_last=empty_cache)
 
     async def update_weight_cuda_ipc(self, *_: Any, **__: Any) -> None:
@@ -209,6 +215,20 @@ class PoolFront:
 
     async def wake_up(self, tags: Any = None) -> None:
         """Do nothing, as ``sleep``."""
+
+
+def check_room(result: TurnResult, request: Request) -> None:
+    """Check that an answer had the room that OpenRLHF gave it, since one that the engines cut off would pass for one of full length.
+
+    Raises:
+        ConfigError: It had not.
+    """
+    if result.finish_reason is FinishReason.LENGTH and len(result.token_ids) < request.sampling.max_tokens:
+        message = (
+            f"an answer was cut off after {len(result.token_ids)} of {request.sampling.max_tokens} tokens by the context of the pool's engines: "
+            "give them a max_model_len of at least --data.max_len"
+        )
+        raise ConfigError(message)
 
 
 async def _all_or_error(samples: list[Awaitable[Any]]) -> list[Any]:

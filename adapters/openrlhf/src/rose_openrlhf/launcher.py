@@ -22,7 +22,7 @@ from rose.errors import ConfigError, RoseError
 from rose.frameworks import PoolPlace
 from rose_openrlhf import workers
 from rose_openrlhf.engines import EngineMaker
-from rose_openrlhf.flags import Job, Options, check_job, parser, read_job, read_options
+from rose_openrlhf.flags import Options, check_job, parser, read_job, read_options
 from rose_openrlhf.versions import check_signature, check_version
 
 COMMAND = "openrlhf.cli.train_ppo_ray"
@@ -58,34 +58,21 @@ def prepare(arguments: Sequence[str]) -> list[str]:
     os.environ[workers.VLLM_VARIABLE] = options.vllm
     setup = workers.set_up()
     check_job(job, options, has_flash_attn=not setup.flash_attn)
-    check_pool(place.check(), job)
+    check_pool(place.check())
     _tell(setup, version, place)
     _replace(EngineMaker(place=place, options=options, job=job, has_vllm=not setup.vllm), options)
     return rest
 
 
-def check_pool(status: Mapping[str, Any], job: Job) -> None:
+def check_pool(status: Mapping[str, Any]) -> None:
     """Check what a pool says of itself.
 
     Raises:
-        ConfigError: It has no engine, or all of them take shorter contexts than the job's.
+        ConfigError: It has no engine.
     """
-    engines = status.get("snapshot", {}).get("engines", [])
-    if not engines:
+    if not status.get("snapshot", {}).get("engines"):
         message = "the pool has no engines; look at its job file"
         raise ConfigError(message)
-    lengths = [length for engine in engines if (length := _context_of(engine)) is not None]
-    if lengths and max(lengths) < job.max_len:
-        message = (
-            f"the longest context of the pool's engines is {max(lengths)} tokens, and --data.max_len is {job.max_len}: "
-            "give the engines a larger max_model_len, or lower --data.max_len"
-        )
-        raise ConfigError(message)
-
-
-def _context_of(engine: Mapping[str, Any]) -> int | None:
-    value = engine.get("max_context_tokens") or (engine.get("reading") or {}).get("max_context_tokens")
-    return value if isinstance(value, int) else None
 
 
 def _tell(setup: workers.Setup, version: str, place: PoolPlace) -> None:

@@ -89,7 +89,7 @@ def read_request(params: Any, *, num_prompt_tokens: int, max_model_len: int, cod
 
     Args:
         params: vLLM's object, or one with its attributes.
-        num_prompt_tokens: Length of the prompt; with ``max_tokens`` of ``None`` the answer may fill the rest of the context.
+        num_prompt_tokens: Length of the prompt; the answer may fill the rest of the context at most.
         max_model_len: ``--data.max_len`` of the job.
         codec: The tokenizer.
 
@@ -128,14 +128,13 @@ def read_request(params: Any, *, num_prompt_tokens: int, max_model_len: int, cod
 
 
 def _max_tokens(params: Any, num_prompt_tokens: int, max_model_len: int) -> int:
-    asked = getattr(params, "max_tokens", None)
-    if asked is not None:
-        return int(asked)
+    """As vLLM with ``max_model_len``: no answer goes beyond it."""
     room = max_model_len - num_prompt_tokens
     if room < 1:
         message = f"a prompt of {num_prompt_tokens} tokens leaves no room in --data.max_len {max_model_len}"
         raise ConfigError(message)
-    return room
+    asked = getattr(params, "max_tokens", None)
+    return room if asked is None else min(int(asked), room)
 
 
 def _texts(stop: str | Iterable[str] | None) -> tuple[str, ...]:

@@ -25,14 +25,22 @@ import logging
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from typing import Any, Protocol
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol, TypeVar
 
 import attrs
 
 from rose.errors import TransportError
 
 _logger = logging.getLogger(__name__)
+T = TypeVar("T")
 _REST_S = 2.0
+_THREADS = ThreadPoolExecutor(max_workers=4, thread_name_prefix="rose-weights")
+
+
+async def in_thread(work: Callable[..., T], *arguments: Any) -> T:
+    """Do what blocks on threads that weights alone use: the loop's own may all be busy with rewards."""
+    return await asyncio.get_running_loop().run_in_executor(_THREADS, work, *arguments)
 
 
 class Copy(Protocol):
@@ -51,67 +59,69 @@ class Push(Protocol):
 
 @attrs.define
 class _Pass:
-    """One sync under way: a thread that feeds the copy with what is handed over, one tensor at a time."""
+    """One sync under way: a thread that feeds the copy with what is handed over, one tensor at a time. Its methods block."""
 
-    first: str
     names: list[str] = attrs.field(factory=list)
-    _slot: list[tuple[str, Any] | None] = attrs.field(factory=list)
+    _waiting: list[tuple[str, Any] | None] = attrs.field(factory=list)
     _news: threading.Condition = attrs.field(factory=threading.Condition)
-    _task: asyncio.Task[None] | None = None
     _is_dropped: bool = False
     _is_over: bool = False
+    _error: BaseException | None = None
 
     def begin(self, copy: Copy) -> None:
-        self._task = asyncio.create_task(asyncio.to_thread(self._run, copy))
+        threading.Thread(target=self._run, args=(copy,), name="rose-pass", daemon=True).start()
 
     def _run(self, copy: Copy) -> None:
+        error: BaseException | None = None
         try:
             copy.update(self._pairs())
-        finally:
-            with self._news:
-                self._is_over = True
-                self._news.notify_all()
+        except BaseException as caught:  # noqa: BLE001 - the root of a thread; raised where the pass is waited for
+            error = caught
+        with self._news:
+            self._is_over, self._error = True, error
+            self._news.notify_all()
 
     def _pairs(self) -> Iterator[tuple[str, Any]]:
         while True:
             with self._news:
-                self._news.wait_for(lambda: self._slot or self._is_dropped)
+                self._news.wait_for(lambda: self._waiting or self._is_dropped)
                 if self._is_dropped:
                     raise _DroppedError
-                pair = self._slot[0]
+                pair = self._waiting[0]
             if pair is None:
                 return
             yield pair
-            with self._news:  # asked for the next one: this one was taken
-                self._slot.clear()
+            with self._news:  # the next one is asked for, so this one was taken
+                self._waiting.clear()
                 self._news.notify_all()
 
-    def hand_over(self, pair: tuple[str, Any] | None) -> None:
-        """Blocks until the copy has taken it, or ended."""
-        with self._news:
-            self._slot.append(pair)
-            self._news.notify_all()
-            self._news.wait_for(lambda: not self._slot or self._is_over)
-
-    async def take(self, name: str, tensor: Any) -> None:
+    def take(self, name: str, tensor: Any) -> None:
+        """Hand a tensor over; returns when the copy has it."""
         self.names.append(name)
-        await asyncio.to_thread(self.hand_over, (name, tensor))
-        if self._is_over:
-            await self.end()  # raises what the copy raised
+        with self._news:
+            self._waiting.append((name, tensor))
+            self._news.notify_all()
+            self._news.wait_for(lambda: not self._waiting or self._is_over)
+            self._raise()
 
-    async def end(self) -> None:
-        if self._task is None:
-            return
-        if not self._is_over:
-            await asyncio.to_thread(self.hand_over, None)
-        await self._task
+    def end(self) -> None:
+        """Say that there are no more; returns when the copy is whole."""
+        with self._news:
+            self._waiting.append(None)
+            self._news.notify_all()
+            self._news.wait_for(lambda: self._is_over)
+            self._raise()
 
-    async def drop(self) -> None:
+    def drop(self) -> None:
+        """Leave the copy half-way; returns when nothing writes to it any more."""
         with self._news:
             self._is_dropped = True
             self._news.notify_all()
-        if self._task is not None:
-            await asyncio.gather(self._task, return_exceptions=True)
+            self._news.wait_for(lambda: self._is_over)
+
+    def _raise(self) -> None:
+        if self._error is not None:
+            raise self._error
 
 
 class _DroppedError(Exception):
@@ -148,19 +158,19 @@ class WeightInlet:
             _logger.warning(
                 "a sync began anew at %s after %d tensors; what had come is dropped", name, len(self._current.names)
             )
-            await self._current.drop()
+            await in_thread(self._current.drop)
             self._current = None
         if self._current is None:
-            self._current = _Pass(first=name)
+            self._current = _Pass()
             self._current.begin(self.copy)
         current = self._current
         try:
-            await current.take(name, tensor)
+            await in_thread(current.take, name, tensor)
             if is_last:
-                await current.end()
+                await in_thread(current.end)
         except BaseException:
             self._current = None
-            await current.drop()
+            await asyncio.shield(in_thread(current.drop))
             raise
         if is_last:
             self._current = None
@@ -168,7 +178,7 @@ class WeightInlet:
 
     async def take_all(self, pairs: Iterator[tuple[str, Any]]) -> Any:
         """Take a whole pass from an iterator, on a thread, and publish it; returns the report."""
-        await asyncio.to_thread(self.copy.update, pairs)
+        await in_thread(self.copy.update, pairs)
         return await self.publish()
 
     async def publish(self) -> Any:
@@ -176,7 +186,7 @@ class WeightInlet:
         give_up_s = self.clock() + self.retry_s
         while True:
             try:
-                report = await asyncio.to_thread(self.push.push)
+                report = await in_thread(self.push.push)
             except TransportError as error:
                 if self.clock() + _REST_S > give_up_s:
                     raise

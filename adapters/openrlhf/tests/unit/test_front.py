@@ -56,7 +56,7 @@ async def ask(one, num_samples=1, params=None, max_length=64):
 
 
 async def test_one_turn():
-    script = Script(result("abc", n=5), result("de", FinishReason.LENGTH, n=5))
+    script = Script(result("abc", n=5), result("d" * 16, FinishReason.LENGTH, n=5))
     one = front(script, SingleTurnAgentExecutor(None))
     first, second = await ask(one, num_samples=2)
     prompt = [ord(char) for char in "what"]
@@ -205,6 +205,12 @@ async def test_what_is_refused():
         await one.update_weight_cuda_ipc("w", None, None, ipc_handles={}, empty_cache=True)
     with pytest.raises(ConfigError, match="top_k"):
         await one.generate([1], openrlhf_params(top_k=5))
+
+
+async def test_an_answer_that_the_engines_context_cut_off_is_an_error():
+    one = front(Script(result("ab", FinishReason.LENGTH)), None)
+    with pytest.raises(ConfigError, match="after 2 of 16 tokens by the context"):
+        await one.generate([1, 2], openrlhf_params())
 
 
 async def test_weights_come_through_the_group():

@@ -8,7 +8,7 @@ import pytest
 
 from rose.errors import ConfigError
 from rose_openrlhf import launcher
-from rose_openrlhf.flags import Options, read_job
+from rose_openrlhf.flags import Options
 from rose_openrlhf.versions import TESTED, check_signature, check_version
 from rose_openrlhf.workers import SETUP_HOOK, VLLM_VARIABLE
 
@@ -45,14 +45,10 @@ def test_the_same_as_a_command():
 
 
 def test_a_pool_is_looked_at():
-    job = read_job(JOB)
-    engine = {"engine_id": "a", "max_context_tokens": 128}
-    launcher.check_pool({"snapshot": {"engines": [engine]}}, job)
-    launcher.check_pool({"snapshot": {"engines": [{"engine_id": "a"}]}}, job)
-    with pytest.raises(ConfigError, match="no engines"):
-        launcher.check_pool({"snapshot": {"engines": []}}, job)
-    with pytest.raises(ConfigError, match=r"is 64 tokens, and --data\.max_len is 96"):
-        launcher.check_pool({"snapshot": {"engines": [{**engine, "max_context_tokens": 64}]}}, job)
+    launcher.check_pool({"snapshot": {"engines": [{"engine_id": "a"}]}})
+    for empty in ({"snapshot": {"engines": []}}, {}):
+        with pytest.raises(ConfigError, match="no engines"):
+            launcher.check_pool(empty)
 
 
 def test_workers_are_set_up_beside_what_openrlhf_says():

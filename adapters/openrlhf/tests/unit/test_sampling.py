@@ -30,6 +30,7 @@ def test_what_openrlhf_asks_for():
     ({"logprobs": None}, "logprobs", False),
     ({"logprobs": 0}, "logprobs", True),
     ({"max_tokens": None}, "max_tokens", 54),
+    ({"max_tokens": 60}, "max_tokens", 54),
 ])  # fmt: skip
 def test_a_setting_reaches_the_turn(given, field, value):
     assert getattr(read(**given).sampling, field) == value
