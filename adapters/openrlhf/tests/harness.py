@@ -123,6 +123,8 @@ class Run:
     process: subprocess.Popen[str]
     folder: Path
     num_syncs: int = 0
+    versions: list[str] = attrs.field(factory=list)
+    killed: list[int] = attrs.field(factory=list)
 
     @classmethod
     def start(cls, folder: Path, command: Sequence[str], variables: Mapping[str, str]) -> Run:

@@ -28,7 +28,6 @@ def run(site: PoolSite, model: Path, folder: Path) -> Run:
     }
     flags = ["--rose.weights_dtype", "float32", *SMALL]
     one = Run.start(here, readme_command("examples/grpo.sh", *flags), variables)
-    one.versions = []
 
     def on_sync(number, weights):
         if number == 0:

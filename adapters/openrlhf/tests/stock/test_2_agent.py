@@ -23,7 +23,6 @@ def run(site: PoolSite, model: Path, folder: Path) -> Run:
     variables = {"ROSE_POOL": site.url, "MODEL": str(model), "PROMPTS": str(prompts)}
     flags = ["--rose.weights_dtype", "float32", "--algo.advantage.is_correction_level", "token", *SMALL]
     one = Run.start(here, readme_command("tests/agent.py", *flags), variables)
-    one.versions = []
     try:
         code = one.wait(lambda _, weights: one.versions.append(check_equal(site, weights, "own0", "own1", "gpu0")))
     finally:

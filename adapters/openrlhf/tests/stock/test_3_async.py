@@ -46,7 +46,6 @@ def run(site: PoolSite, model: Path, folder: Path) -> Run:
         "2",
     ]
     one = Run.start(here, readme_command("examples/dapo.sh", *flags), variables)
-    one.versions, one.killed = [], []
 
     def on_sync(number, weights):
         held = [

@@ -120,6 +120,7 @@ async def test_the_checkpoint_is_version_0_and_syncs_follow(model, tmp_path):
         assert all(found[name].equal(value) for name, value in changed.items())
         answer = await one.generate([5, 6], openrlhf_params(max_tokens=4))
         assert [str(span.version) for span in answer.rose.versions] == ["openrlhf-test:2"]
+        assert one.runner.version() == 2  # what turns ask for at least
 
 
 async def test_an_engine_that_fails_an_update_is_left_out_and_the_job_goes_on(model):

@@ -26,6 +26,26 @@ PROGRAM = """
     workers.set_up()
     options = Options(retry_s=1.0, sync_timeout_s=20.0)
     with_setup(ray.init, options)(runtime_env={"env_vars": {"SEEN": "1"}}, log_to_driver=True)
+
+    @ray.remote(num_cpus=0)
+    class Rank:  # of --vllm.sync_with_ray
+        def send(self):
+            import torch
+            from ray.util import collective
+
+            collective.init_collective_group(2, 0, backend="gloo", group_name="openrlhf")
+            collective.broadcast(torch.arange(4.0), 0, group_name="openrlhf")
+
+        def receive(self):
+            import torch
+            from rose_openrlhf.broadcast import BroadcastMember
+
+            member = BroadcastMember(device="cpu")
+            member.join(address="", port=0, rank=1, world_size=2, group_name="openrlhf", backend="gloo", use_ray=True)
+            return member.receive(torch.float32, (4,)).tolist()
+
+    sender, receiver = Rank.remote(), Rank.remote()
+    assert ray.get([sender.send.remote(), receiver.receive.remote()])[1] == [0.0, 1.0, 2.0, 3.0]
     maker = EngineMaker(place=PoolPlace(url=url), options=options, job=read_job([]), has_vllm=False)
     (engine,) = maker.create(1, 1, model, 0, False, False, False, 96)
 

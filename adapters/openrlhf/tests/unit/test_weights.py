@@ -1,6 +1,7 @@
 """Syncs to versions: whole or not at all."""
 
 import asyncio
+import threading
 from types import SimpleNamespace
 
 import numpy as np
@@ -95,6 +96,7 @@ async def test_a_sync_that_was_cut_and_begins_anew():
     await inlet.take("b", tensor(60), is_last=False)  # the rest never comes
     await sync(inlet, a=7, b=8, c=9)
     assert [values(version) for version in pushed.versions] == [{"a": 1, "b": 2, "c": 3}, {"a": 7, "b": 8, "c": 9}]
+    assert not [thread for thread in threading.enumerate() if thread.name == "rose-pass"]  # the first one has ended
 
 
 async def test_a_store_out_of_reach_is_tried_again():
