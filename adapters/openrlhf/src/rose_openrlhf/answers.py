@@ -93,15 +93,15 @@ def _text_of(
 ) -> tuple[list[int], str, int | str | None]:
     rules, ids = request.text, list(result.token_ids)
     texts = _Texts(prompt_ids, ids, rules, codec)
-    found = _find_stop(texts, rules) if rules.stop else None
+    is_ended_by_token = result.finish_reason is FinishReason.STOP and bool(ids) and ids[-1] not in rules.stop_ids
+    num_shown = len(ids) - 1 if is_ended_by_token and not rules.includes_stop else len(ids)
+    found = _find_stop(texts, rules, num_shown) if rules.stop else None
     if found is not None:
         stop, num_tokens, start = found
         text = texts.of(num_tokens)
         return ids[:num_tokens], text[: start + len(stop)] if rules.includes_stop else text[:start], stop
-    is_ended_by_token = result.finish_reason is FinishReason.STOP and bool(ids)
-    shown = len(ids) - 1 if is_ended_by_token and not rules.includes_stop else len(ids)
     is_stop_id = is_ended_by_token and ids[-1] in request.sampling.stop_token_ids
-    return ids, texts.of(shown).rstrip(_INCOMPLETE), ids[-1] if is_stop_id else None
+    return ids, texts.of(num_shown).rstrip(_INCOMPLETE), ids[-1] if is_stop_id else None
 
 
 @attrs.frozen
@@ -120,10 +120,10 @@ class _Texts:
         return whole[len(head) :] if whole.startswith(head) else self.codec.decode(ids, self.rules.skips_special)
 
 
-def _find_stop(texts: _Texts, rules: TextRules) -> tuple[str, int, int] | None:
+def _find_stop(texts: _Texts, rules: TextRules, num_shown: int) -> tuple[str, int, int] | None:
     """Return the stop text that is complete first, the number of tokens until then, and where in the text it starts."""
     before = len(texts.of(rules.min_tokens))  # a match must reach beyond the tokens that must come
-    whole = texts.of(len(texts.ids))
+    whole = texts.of(num_shown)
     ends = []
     for order, stop in enumerate(rules.stop):
         start = whole.find(stop, max(before - len(stop) + 1, 0))
@@ -132,7 +132,7 @@ def _find_stop(texts: _Texts, rules: TextRules) -> tuple[str, int, int] | None:
     if not ends:
         return None
     end, order, start = min(ends)
-    low, high = 0, len(texts.ids)
+    low, high = 0, num_shown
     while low < high:
         middle = (low + high) // 2
         if len(texts.of(middle).rstrip(_INCOMPLETE)) >= end:

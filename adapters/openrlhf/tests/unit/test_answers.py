@@ -56,6 +56,17 @@ def test_stop_texts(stop, text, ids, reason):
     assert len(answer.logprobs) == len(ids)
 
 
+def test_the_token_that_ended_an_answer_is_no_text_to_look_for_stops_in():
+    answer = output(result([97, 98, 99]), stop=["c"], stop_token_ids=[99])
+    assert (answer.text, answer.stop_reason) == ("ab", 99)
+
+
+def test_a_stop_text_at_which_the_engine_ended_is_a_stop_text():
+    answer = output(result("abc"), stop=["c"])
+    assert (answer.text, answer.stop_reason, answer.token_ids) == ("ab", "c", [97, 98, 99])
+    assert output(result("abc"), stop=["c"], include_stop_str_in_output=True).text == "abc"
+
+
 def test_a_stop_text_may_stay():
     assert output(result("abcdef"), stop=["cd"], include_stop_str_in_output=True).text == "abcd"
 
