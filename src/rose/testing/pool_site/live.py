@@ -34,6 +34,7 @@ from rose.errors import DeadlineExceededError, EngineError, EngineLostError, Tra
 from rose.hosts.http.pool_service import PoolService, serve_pool
 from rose.pool import Borrower, RolloutPool
 from rose.pool.remote_lender import RemoteLender
+from rose.pool.store_offer import StoreOffer
 from rose.testing.models import make_qwen3
 from rose.testing.pool_site.children import Child, Reaper, reaping
 from rose.testing.pool_site.faults import FaultyEngine, Switches
@@ -138,7 +139,7 @@ async def open_site(options: SiteOptions) -> AsyncIterator[LiveSite]:
             reaper=reaper,
         )
         await _borrow(site, stack, starting.lender_url, clock)
-        service = PoolService(pool, name=_JOB)
+        service = PoolService(pool, name=_JOB, store=StoreOffer(address=store.address()))
         site.url = await stack.enter_async_context(serve_pool(service))
         stack.callback(_let_go_on, site)
         site.start_s = time.monotonic() - began_s

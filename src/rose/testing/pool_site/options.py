@@ -18,7 +18,7 @@ from rose.pool.config import PoolConfig
 _DTYPES = ("float32", "bfloat16", "float16")
 _DESCRIPTION = """\
 Run a real pool on this machine for tests of loops: dedicated vLLM engines, engines borrowed from executors with serving engines of their own, a
-lender, and the pool's service. Prints one JSON line with the pool's address, then answers one JSON command a line: status, store, kill, stop,
+lender, and the pool's service. Prints one JSON line with the pool's address, then answers one JSON command a line: status, kill, stop,
 cont, fail_fast, hang, fail_updates, lend, sums, expected. The end of the input, or SIGTERM, ends everything.
 """
 
