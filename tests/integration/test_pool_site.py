@@ -127,7 +127,7 @@ def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
     folder = make_qwen3(tmp_path_factory.mktemp("site") / "policy", vocab=96)
     model = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32)
     log = tmp_path_factory.mktemp("log") / "site.log"
-    with PoolSite.start(folder, max_len=256, stall_s=3.0, python=sys.executable, log=log) as site:
+    with PoolSite.start(folder, max_len=256, max_seqs=4, stall_s=3.0, python=sys.executable, log=log) as site:
         place, trainer = PoolPlace.of(site.url), StreamedTrainer()
         with (
             contextlib.closing(WeightPush(place, trainer=trainer, run="site-test")) as weights,
