@@ -139,11 +139,15 @@ class RankWeights:
 
     def drop(self) -> None:
         """Forget the staged update, if any; one that is being staged ends by itself and is forgotten as well."""
-        self._staged = None
         subscriber = self._open.subscriber
+
+        def forget() -> None:
+            subscriber.drop_staged()
+            self._staged = None
+
+        forget()
         if self._job is not None and not self._job.done():
-            self._begin(subscriber.drop_staged)
-        subscriber.drop_staged()
+            self._begin(forget)  # behind the stage that runs, which says at its end what it has staged
 
     def check_ready(self, target: str | None) -> str:
         """Return the version that ``activate`` would lead to.
