@@ -104,9 +104,9 @@ def refuse_media(given: Mapping[str, Any]) -> None:
     """Refuse what a turn brings beside tokens.
 
     Raises:
-        RequestRefusedError: There are pictures, films, sounds or unknown arguments; names them.
+        RequestRefusedError: There are pictures, films, sounds or unknown arguments; names them. How media are processed is of no matter without any.
     """
-    there = [name for name, value in given.items() if value is not None and value != {} and value != []]
+    there = [name for name, value in given.items() if name != "mm_processor_kwargs" and value is not None and value != []]
     if there:
         message = f"a turn of a pool is made of token ids alone, without {', '.join(sorted(there))}; run this model's rollouts with vllm or sglang"
         raise RequestRefusedError(message)
