@@ -1,5 +1,6 @@
 """Runs stock trainers of veRL as a user does: one command, its configuration, its log."""
 
+import contextlib
 import os
 import re
 import signal
@@ -100,22 +101,22 @@ class Job:
                     break
                 if not self._grew.wait(min(1.0, end - time.monotonic())) and time.monotonic() > end:
                     break
-        raise AssertionError(f"{text!r} did not come; the log ends:\n{self.tail()}")
+        message = f"{text!r} did not come; the log ends:\n{self.tail()}"
+        raise AssertionError(message)
 
     def end(self, timeout_s):
         """Wait for the end; returns the exit code."""
         try:
             return self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"not at its end after {timeout_s} s; the log ends:\n{self.tail()}") from None
+            message = f"not at its end after {timeout_s} s; the log ends:\n{self.tail()}"
+            raise AssertionError(message) from None
         finally:
             self.close()
 
     def close(self):
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         self._reader.join(10)
 
     def tail(self, num_lines=60):
@@ -130,3 +131,42 @@ class Job:
                 figures = {name: float(value) for name, value in _FIGURE.findall(line.split(" - ", 1)[1])}
                 found.setdefault(int(match[1]), {}).update(figures)
         return found
+
+
+def toy_job(policy, task, pool, *, num_devices=1, num_steps=3):
+    """The configuration of a small GRPO run, apart from what the machine needs."""
+    per_device = 8 // num_devices
+    return [
+        "algorithm.adv_estimator=grpo",
+        f"data.train_files={task}/train.parquet",
+        f"data.val_files={task}/val.parquet",
+        "data.train_batch_size=4",
+        "data.max_prompt_length=64",
+        "data.max_response_length=24",
+        f"actor_rollout_ref.model.path={policy}",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+        f"actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu={per_device}",
+        "actor_rollout_ref.actor.use_kl_loss=False",
+        "actor_rollout_ref.actor.optim.lr=1e-3",
+        f"actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu={per_device}",
+        "actor_rollout_ref.rollout.n=2",
+        f"reward.custom_reward_function.path={HERE}/digits_reward.py",
+        f"trainer.n_gpus_per_node={num_devices}",
+        "trainer.nnodes=1",
+        f"trainer.total_training_steps={num_steps}",
+        "trainer.test_freq=-1",
+        "trainer.save_freq=-1",
+        "trainer.resume_mode=disable",
+        *on_pool(pool),
+        *cpu_overrides(num_devices),
+    ]
+
+
+def on_pool(url):
+    """What makes a job's rollouts run on a pool."""
+    return [
+        "actor_rollout_ref.rollout.name=rose",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
+        "+actor_rollout_ref.rollout.agent.agent_loop_manager_class=rose_verl.agents.RoseAgentLoopManager",
+        f"+actor_rollout_ref.rollout.engine_kwargs.rose.pool={url}",
+    ]

@@ -10,7 +10,13 @@ from rose_verl.settings import RoseOptions, Settings
 
 
 def settings(**more):
-    fields = {"prompt_length": 10, "response_length": 6, "max_model_len": None, "ignore_eos": False, "dtype": "bfloat16"}
+    fields = {
+        "prompt_length": 10,
+        "response_length": 6,
+        "max_model_len": None,
+        "ignore_eos": False,
+        "dtype": "bfloat16",
+    }
     place = PoolPlace(url="http://127.0.0.1:1")
     return Settings(place=place, options=RoseOptions(), **{**fields, **more})
 
@@ -136,7 +142,10 @@ def test_an_aborted_turn_says_so_and_one_without_tokens_is_of_now():
 def test_parts_of_a_turn_are_joined_with_their_spans():
     first = answer_of(result(finish=FinishReason.ABORTED), steps=STEPS, now=31, has_logprobs=True)
     second = answer_of(
-        result(num_tokens=3, versions=(VersionSpan(version=V4, start=0, end=3),)), steps=STEPS, now=31, has_logprobs=True
+        result(num_tokens=3, versions=(VersionSpan(version=V4, start=0, end=3),)),
+        steps=STEPS,
+        now=31,
+        has_logprobs=True,
     )
     whole = joined([first, second])
     assert whole.token_ids == [0, 1, 2, 3, 4, 0, 1, 2]

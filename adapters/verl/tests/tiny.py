@@ -25,7 +25,7 @@ def make_policy(folder, *, is_tied=True, seed=0):
     tokens.train_from_iterator(
         texts, trainers.BpeTrainer(vocab_size=400, special_tokens=special, initial_alphabet=alphabet)
     )
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokens, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokens, eos_token="<|im_end|>", pad_token="<|endoftext|>")  # noqa: S106
     tokenizer.chat_template = _TEMPLATE
     tokenizer.save_pretrained(folder)
     config = Qwen3Config(

@@ -22,8 +22,13 @@ def _watch_samples(module):
 
         if kwargs.get("fields") is not None:
             fields = kwargs["fields"]
-            rows = [{name: _plain(fields[name], row) for name in fields.keys()} for row in range(len(kwargs["keys"]))]
-            data = {"keys": list(kwargs["keys"]), "tags": kwargs["tags"], "rows": rows, "partition": kwargs["partition_id"]}
+            rows = [{name: _plain(fields[name], row) for name in fields.keys()}  # noqa: SIM118 - a TensorDict iterates over rows for row in range(len(kwargs["keys"]))]
+            data = {
+                "keys": list(kwargs["keys"]),
+                "tags": kwargs["tags"],
+                "rows": rows,
+                "partition": kwargs["partition_id"],
+            }
             torch.save(data, Path(_folder) / f"samples-{os.getpid()}-{next(_numbers)}.pt")
         return await put(*args, **kwargs)
 
@@ -45,7 +50,10 @@ def _watch_weights(module):
         from torch.distributed.tensor import DTensor
 
         state = self.actor.engine.module.state_dict()
-        full = {name: (one.full_tensor() if isinstance(one, DTensor) else one).detach().clone() for name, one in state.items()}
+        full = {
+            name: (one.full_tensor() if isinstance(one, DTensor) else one).detach().clone()
+            for name, one in state.items()
+        }
         if get_rank() == 0:
             save_file(full, str(Path(_folder) / f"weights-{global_steps}.safetensors"))
         return result

@@ -14,6 +14,7 @@ up for more than ``ack_s``, once.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import uuid
 from collections.abc import Mapping
@@ -104,10 +105,8 @@ class Board:
             self._desks[desk] = seen
             self._changed.notify_all()
             if seen and seen == len(self._changes):
-                try:
+                with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._changed.wait_for(lambda: len(self._changes) > seen), _POLL_S)
-                except TimeoutError:
-                    pass
             return self._since(seen)
 
     async def known(self) -> News:
@@ -175,5 +174,3 @@ def find_board() -> Any:
     except ValueError as error:
         message = "this job has no front of a pool; set actor_rollout_ref.rollout.name=rose"
         raise ConfigError(message) from error
-
-

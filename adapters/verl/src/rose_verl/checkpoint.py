@@ -25,7 +25,7 @@ def make_engine_class(base: type) -> type:
     """
     # A base known only when it runs: mypy cannot follow.
 
-    class RoseCheckpointEngine(base):  # type: ignore[misc, valid-type]
+    class RoseCheckpointEngine(base):  # type: ignore[misc]
         """Publishes each trainer rank's own shards.
 
         Args:
@@ -93,5 +93,7 @@ def refuse_options(options: dict[str, Any]) -> None:
         from rose.errors import ConfigError  # noqa: PLC0415
         from rose_verl.settings import OPTION  # noqa: PLC0415
 
-        message = f"checkpoint_engine.engine_kwargs.rose has {', '.join(sorted(options))}; options of a pool go to {OPTION}"
+        message = (
+            f"checkpoint_engine.engine_kwargs.rose has {', '.join(sorted(options))}; options of a pool go to {OPTION}"
+        )
         raise ConfigError(message)

@@ -35,7 +35,13 @@ class RoseClient(LLMServerClient):  # type: ignore[misc] # veRL is untyped here
 
     @rollout_trace_op  # type: ignore[misc]
     async def generate(
-        self, request_id: str, *, prompt_ids: list[int], sampling_params: dict[str, Any], priority: int = 0, **media: Any
+        self,
+        request_id: str,
+        *,
+        prompt_ids: list[int],
+        sampling_params: dict[str, Any],
+        priority: int = 0,
+        **media: Any,
     ) -> Any:
         """Run one turn of the trajectory ``request_id``; arguments and result as of the base class.
 

@@ -130,7 +130,9 @@ class Desk:
             try:
                 return await self._attempt(turn, under_way)
             except TransportError as error:
-                logger().warning("the connection to the pool was lost, a turn of %s runs again: %s", turn.trajectory_id, error)
+                logger().warning(
+                    "the connection to the pool was lost, a turn of %s runs again: %s", turn.trajectory_id, error
+                )
                 return await self._attempt(turn, under_way)
         finally:
             self._turns.discard(under_way)
@@ -165,7 +167,9 @@ class Desk:
         if self._listener is None or self._listener.done():
             self._listener = asyncio.ensure_future(self._listen())
         if not self._knows.is_set():
-            await asyncio.wait({self._listener, waiter := asyncio.ensure_future(self._knows.wait())}, return_when="FIRST_COMPLETED")
+            await asyncio.wait(
+                {self._listener, waiter := asyncio.ensure_future(self._knows.wait())}, return_when="FIRST_COMPLETED"
+            )
             waiter.cancel()
             if not self._knows.is_set():
                 self._listener.result()
@@ -228,7 +232,7 @@ class _Connection:
             async with self._settings.place.connect() as pool:
                 self._opened.set_result(pool)
                 await self._is_over.wait()
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - the root of a task; whoever waits for it is told
             if self._opened.done():
                 logger().warning("leaving the pool: %s: %s", type(error).__name__, error)
             else:

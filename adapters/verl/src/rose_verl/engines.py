@@ -33,7 +33,7 @@ class CarriedWeights:
 def carrying(engine_class: type) -> type:
     """Return a training engine whose generators carry it."""
 
-    class Carrying(engine_class):  # type: ignore[misc, valid-type] # a class of veRL's
+    class Carrying(engine_class):  # type: ignore[misc] # a class of veRL's
         def get_per_tensor_param(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
             weights, adapter = super().get_per_tensor_param(*args, **kwargs)
             return CarriedWeights(weights, self), adapter

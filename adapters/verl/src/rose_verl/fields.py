@@ -106,7 +106,9 @@ def refuse_media(given: Mapping[str, Any]) -> None:
     Raises:
         RequestRefusedError: There are pictures, films, sounds or unknown arguments; names them. How media are processed is of no matter without any.
     """
-    there = [name for name, value in given.items() if name != "mm_processor_kwargs" and value is not None and value != []]
+    there = [
+        name for name, value in given.items() if name != "mm_processor_kwargs" and value is not None and value != []
+    ]
     if there:
         message = f"a turn of a pool is made of token ids alone, without {', '.join(sorted(there))}; run this model's rollouts with vllm or sglang"
         raise RequestRefusedError(message)
@@ -141,9 +143,7 @@ class Answer:
     extra_fields: dict[str, Any]
 
 
-def answer_of(
-    result: TurnResult, *, steps: Mapping[WeightVersion, int], now: int | None, has_logprobs: bool
-) -> Answer:
+def answer_of(result: TurnResult, *, steps: Mapping[WeightVersion, int], now: int | None, has_logprobs: bool) -> Answer:
     """Return what veRL gets for a result.
 
     Args:

@@ -6,12 +6,12 @@ Everything is read once, where the first front is made, and handed to the other 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 import attrs
+from attrs import validators as v
 
-from rose import checks
 from rose.config import load
 from rose.errors import ConfigError
 from rose.frameworks import PoolPlace
@@ -37,11 +37,11 @@ class RoseOptions:
 
     pool: str | None = None
     token_file: str | None = None
-    turn_timeout_s: float = attrs.field(default=3600.0, validator=checks.number(above=0))
-    on_abort: str = attrs.field(default="carry", validator=checks.text("carry|abort"))
-    engine_logprobs: str = attrs.field(default="raw", validator=checks.text("raw|processed"))
-    publish_timeout_s: float = attrs.field(default=600.0, validator=checks.number(above=0))
-    sync_timeout_s: float = attrs.field(default=120.0, validator=checks.number(above=0))
+    turn_timeout_s: float = attrs.field(default=3600.0, validator=v.gt(0))
+    on_abort: str = attrs.field(default="carry", validator=v.in_(("carry", "abort")))
+    engine_logprobs: str = attrs.field(default="raw", validator=v.in_(("raw", "processed")))
+    publish_timeout_s: float = attrs.field(default=600.0, validator=v.gt(0))
+    sync_timeout_s: float = attrs.field(default=120.0, validator=v.gt(0))
 
 
 @attrs.frozen(kw_only=True)
@@ -106,9 +106,17 @@ def get(config: Any, path: str) -> Any:
 
 def find_problems(rollout: Any, model: Any, options: RoseOptions) -> list[str]:
     """Return what the job asks for and a pool cannot give, one usable line each."""
-    found = [f"rollout.{path} = {get(rollout, path)!r}: {why}" for path, is_wrong, why in _RULES if is_wrong(get(rollout, path))]
+    found = [
+        f"rollout.{path} = {get(rollout, path)!r}: {why}"
+        for path, is_wrong, why in _RULES
+        if is_wrong(get(rollout, path))
+    ]
     if get(model, "lora_rank") or get(model, "lora.rank"):
-        found += [] if get(model, "lora.merge") else [f"model.lora_rank = {get(model, 'lora_rank') or get(model, 'lora.rank')!r}: {_LORA}"]
+        found += (
+            []
+            if get(model, "lora.merge")
+            else [f"model.lora_rank = {get(model, 'lora_rank') or get(model, 'lora.rank')!r}: {_LORA}"]
+        )
     return found + _logprob_problems(rollout, options)
 
 
@@ -120,20 +128,36 @@ def _is_on(value: Any) -> bool:
     return bool(value)
 
 
-_RULES = (
+_RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("mode", lambda value: value not in (None, "async"), "only async is there"),
     ("disaggregation.enabled", _is_on, "whether prefill and decode are apart is the pool's affair; leave it off"),
-    ("enable_rollout_routing_replay", _is_on, "engines of a pool do not tell which experts they used (R3); leave it off"),
+    (
+        "enable_rollout_routing_replay",
+        _is_on,
+        "engines of a pool do not tell which experts they used (R3); leave it off",
+    ),
     ("mtp.enable_rollout", _is_on, "speculation is the engines' affair (their options in job.toml); leave it off"),
     ("quantization", _is_on, "weights go to the engines as they are; leave it null"),
     ("qat.enable", _is_on, "quantised weights cannot be published; leave it off"),
-    ("repetition_penalty", lambda value: value not in (None, 1, 1.0), "a turn of a pool has no repetition penalty; set 1.0"),
+    (
+        "repetition_penalty",
+        lambda value: value not in (None, 1, 1.0),
+        "a turn of a pool has no repetition penalty; set 1.0",
+    ),
     ("top_k", lambda value: value not in (None, -1, 0), "a turn of a pool has no top_k; set -1"),
     ("val_kwargs.top_k", lambda value: value not in (None, -1, 0), "a turn of a pool has no top_k; set -1"),
     ("full_determinism", _is_on, _ONE_MODEL),
-    ("logprobs_mode", lambda value: value not in (None, "processed_logprobs", "raw_logprobs"), "engines give log-probs, no logits"),
+    (
+        "logprobs_mode",
+        lambda value: value not in (None, "processed_logprobs", "raw_logprobs"),
+        "engines give log-probs, no logits",
+    ),
     ("prometheus.enable", _is_on, "scrape the pool's own /metrics in place of its fronts; leave it off"),
-    ("checkpoint_engine.backend", lambda value: value not in (None, "naive", "rose"), "only rose reaches the engines of a pool; set rose"),
+    (
+        "checkpoint_engine.backend",
+        lambda value: value not in (None, "naive", "rose"),
+        "only rose reaches the engines of a pool; set rose",
+    ),
 )
 
 

@@ -71,6 +71,8 @@ async def _resumed(
         made = [token for part in parts for token in part.token_ids]
         if len(made) >= limit:
             break
-        rest = {name: value for name, value in params.items() if name != "max_new_tokens"} | {"max_tokens": limit - len(made)}
+        rest = {name: value for name, value in params.items() if name != "max_new_tokens"} | {
+            "max_tokens": limit - len(made)
+        }
         parts.append(await _attempt(desk, request, prompt_ids + made, rest))
     return attrs.evolve(joined(parts), stop_reason="completed")
