@@ -86,8 +86,8 @@ class Settings:
         return cls(
             place=PoolPlace.of(options.pool, options.token_file, environ=environ, option=f"{OPTION}.pool"),
             options=options,
-            prompt_length=int(rollout.prompt_length),
-            response_length=int(rollout.response_length),
+            prompt_length=int(get(rollout, "prompt_length")),
+            response_length=int(get(rollout, "response_length")),
             max_model_len=get(rollout, "max_model_len"),
             ignore_eos=bool(get(rollout, "ignore_eos")),
             dtype=str(get(rollout, "dtype") or "bfloat16"),
