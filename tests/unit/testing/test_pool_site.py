@@ -85,6 +85,9 @@ def test_every_option_arrives(model: Path) -> None:
     }
     assert (options.dedicated, options.lent_ids) == (1, ())
     assert (options.pool_config.stall_s, options.pool_config.rejoin_s) == (7.5, 1.0)
+    assert options.pool_config.routing.cap_per_engine == 3, "no more turns than it runs at once"
+    more = parse(["--model", str(model), "--max-seqs", "3", "--pool", '{"routing": {"cap_per_engine": 9}}'])
+    assert more.pool_config.routing.cap_per_engine == 9
 
 
 @pytest.mark.parametrize(
@@ -96,6 +99,7 @@ def test_every_option_arrives(model: Path) -> None:
         ("--max-len 1", "--max-len must be an integer >= 8"),
         ("--stall-s 0", "--pool: .*stall_s"),
         ('--pool {"stahl_s":1}', "--pool: .*stahl_s"),
+        ('--pool {"routing":3}', "--pool: .*routing"),
         ("--pool [1]", "--pool takes a JSON object"),
         ("--pool {", "--pool takes a JSON object"),
     ],

@@ -37,7 +37,7 @@ class PoolSite:
     Attributes:
         url: Of the pool's service, for ``rose.RolloutPool.connect``.
         engines: Each engine's ``pid`` and ``kind``, as of the start.
-        store: Address of the store of weights, for ``rose.open_transport``.
+        store: Address of the store that the pool keeps, for ``rose.open_transport``; trainers ask the pool for it.
         start_s: How long the start took.
         log: What the site and its processes said.
     """
@@ -207,10 +207,6 @@ class PoolSite:
     def expected(self, version: str | None = None) -> dict[str, str]:
         """Return the same of a published version (``run:n``), rebuilt from the store; the newest unless given."""
         return dict(self.call("expected", version=version)["sums"])
-
-    def layouts(self) -> list[dict[str, Any]]:
-        """Return what engines hold, for a publisher: each as ``TargetLayout.from_json`` reads it."""
-        return list(self.call("store")["layouts"])
 
     def wait(self, engine: str, *states: str, timeout_s: float = 60.0) -> str:
         """Wait until an engine is in one of these states; returns it.

@@ -32,7 +32,6 @@ class Commands:
         self._site = site
         self._known: Mapping[str, Callable[[Mapping[str, Any]], Awaitable[Answer]]] = {
             "status": self._status,
-            "store": self._store,
             "kill": self._signal,
             "stop": self._signal,
             "cont": self._signal,
@@ -105,9 +104,6 @@ class Commands:
             row["device_id"]: {"is_lent": row["lease"] is not None, "closed_because": row["closed_because"]}
             for row in answer["devices"]
         }
-
-    async def _store(self, _: Mapping[str, Any]) -> Answer:
-        return {"store": address_of(self._site.store), "layouts": [self._site.layout.to_json()]}
 
     async def _sums(self, command: Mapping[str, Any]) -> Answer:
         engine = self._site.engine(self._name(command))

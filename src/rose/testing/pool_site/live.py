@@ -34,6 +34,7 @@ from rose.errors import DeadlineExceededError, EngineError, EngineLostError, Tra
 from rose.hosts.http.pool_service import PoolService, serve_pool
 from rose.pool import Borrower, RolloutPool
 from rose.pool.remote_lender import RemoteLender
+from rose.pool.store_offer import StoreOffer
 from rose.testing.models import make_qwen3
 from rose.testing.pool_site.children import Child, Reaper, reaping
 from rose.testing.pool_site.faults import FaultyEngine, Switches
@@ -113,15 +114,14 @@ async def open_site(options: SiteOptions) -> AsyncIterator[LiveSite]:
         store.serve()
         switches = {name: Switches(name) for name in (*options.own_ids, *options.lent_ids)}
         own = {name: _dedicated(options, name, switches[name]) for name in options.own_ids}
-        for engine in own.values():
-            stack.push_async_callback(engine.close)
-        starting = _Start(options, stack, reaper)
-        await starting.run(own.values())
+        processes = _Processes(options, own.values(), reaper)
+        stack.push_async_callback(processes.end)
+        await processes.start()
         clock = MonotonicClock()
         config = options.pool_config
         pool = await stack.enter_async_context(RolloutPool(own.values(), config=config, clock=clock, seed=options.seed))
         lent = {}
-        for name, url in starting.urls.items():
+        for name, url in processes.urls.items():
             front = await stack.enter_async_context(fronted(url, switches[name]))
             lent[name] = RemoteEngine(front, engine_id=name, clock=clock)
             stack.push_async_callback(lent[name].close)
@@ -137,8 +137,8 @@ async def open_site(options: SiteOptions) -> AsyncIterator[LiveSite]:
             lender=None,
             reaper=reaper,
         )
-        await _borrow(site, stack, starting.lender_url, clock)
-        service = PoolService(pool, name=_JOB)
+        await _borrow(site, stack, processes.lender_url, clock)
+        service = PoolService(pool, name=_JOB, store=StoreOffer(address=store.address()))
         site.url = await stack.enter_async_context(serve_pool(service))
         stack.callback(_let_go_on, site)
         site.start_s = time.monotonic() - began_s
@@ -180,24 +180,24 @@ def _let_go_on(site: LiveSite) -> None:
         switches.hang = False
 
 
-class _Start:
-    """The part of a start that takes long: processes.
+class _Processes:
+    """All processes of a site: what takes long, in the beginning and at the end.
 
     Attributes:
         urls: Where executors listen, by device.
         lender_url: Where the lender does, if there is one.
     """
 
-    def __init__(self, options: SiteOptions, stack: contextlib.AsyncExitStack, reaper: Reaper) -> None:
+    def __init__(self, options: SiteOptions, own: Iterable[FaultyVllm], reaper: Reaper) -> None:
         self.urls: dict[str, str] = {}
         self.lender_url: str | None = None
         self._options = options
+        self._own = list(own)
         self._reaper = reaper
         self._children: list[Child] = []
         self._gate = asyncio.Semaphore(_STARTS_AT_A_TIME)
-        stack.push_async_callback(self._end)
 
-    async def run(self, own: Iterable[FaultyVllm]) -> None:
+    async def start(self) -> None:
         """Start all; returns when all are up.
 
         Raises:
@@ -211,7 +211,7 @@ class _Start:
                     group.create_task(self._executor(name))
                 if self._options.borrowed:
                     group.create_task(self._lender())
-                for engine in own:
+                for engine in self._own:
                     group.create_task(self._engine(engine))
         except ExceptionGroup as errors:  # the first one ended the others
             raise errors.exceptions[0] from errors
@@ -245,8 +245,9 @@ class _Start:
             await engine.start()
         self._reaper.name(engine.pid)
 
-    async def _end(self) -> None:
-        await asyncio.gather(*(child.end() for child in self._children))
+    async def end(self) -> None:
+        """End all, side by side."""
+        await asyncio.gather(*(child.end() for child in self._children), *(engine.close() for engine in self._own))
 
 
 def address_of(store: MemoryTransport) -> dict[str, Any]:

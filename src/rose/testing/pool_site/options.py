@@ -18,7 +18,7 @@ from rose.pool.config import PoolConfig
 _DTYPES = ("float32", "bfloat16", "float16")
 _DESCRIPTION = """\
 Run a real pool on this machine for tests of loops: dedicated vLLM engines, engines borrowed from executors with serving engines of their own, a
-lender, and the pool's service. Prints one JSON line with the pool's address, then answers one JSON command a line: status, store, kill, stop,
+lender, and the pool's service. Prints one JSON line with the pool's address, then answers one JSON command a line: status, kill, stop,
 cont, fail_fast, hang, fail_updates, lend, sums, expected. The end of the input, or SIGTERM, ends everything.
 """
 
@@ -36,7 +36,7 @@ class SiteOptions:
         max_seqs: Requests that an engine runs at once.
         kv_bytes: KV memory of an engine.
         seed: Of the engines' samplers and of the pool.
-        pool: Fields of ``PoolConfig``.
+        pool: Fields of ``PoolConfig``. Without a ``routing.cap_per_engine`` no engine is sent more turns than it runs at once.
     """
 
     model: Path
@@ -56,8 +56,11 @@ class SiteOptions:
         Raises:
             ConfigError: One line a wrong field.
         """
+        routing = self.pool.get("routing", {})
+        if isinstance(routing, Mapping):
+            routing = {"cap_per_engine": self.max_seqs, **routing}
         try:
-            return load(PoolConfig, self.pool)
+            return load(PoolConfig, {**self.pool, "routing": routing})
         except ConfigError as error:
             raise ConfigError("\n".join(f"--pool: {line}" for line in str(error).splitlines())) from error
 
