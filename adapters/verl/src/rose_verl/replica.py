@@ -26,11 +26,14 @@ import ray
 from verl.workers.rollout.replica import RolloutMode, RolloutReplica
 
 from rose.errors import ConfigError, RoseError
+from rose.frameworks import PoolPlace
 from rose_verl.board import make_board
 from rose_verl.say import logger
 from rose_verl.settings import Settings
 from rose_verl.trajectories import PrefixBook
 from rose_verl.turns import run_turn
+
+_ASK_S = 10.0
 
 
 class Front:
@@ -111,7 +114,7 @@ class RoseReplica(RolloutReplica):  # type: ignore[misc] # veRL is untyped here
             RoseError: It is not, or it does not let this job in.
         """
         try:
-            await asyncio.to_thread(self._settings.place.check)
+            await asyncio.to_thread(_check, self._settings.place)
         except RoseError as error:
             raise _told(error) from None
         self._board = make_board(self._settings)
@@ -132,6 +135,12 @@ class RoseReplica(RolloutReplica):  # type: ignore[misc] # veRL is untyped here
         self.rollout_mode, self.resource_pool = RolloutMode.COLOCATED, resource_pool
         await self.launch_servers()
         self.workers = list(self.servers)
+
+
+def _check(place: PoolPlace) -> None:
+    """Ask the pool whether it is there, and whether it knows where weights go; blocks."""
+    place.check()
+    place.call("GET", "/v1/store", timeout_s=_ASK_S)
 
 
 def _told(error: RoseError) -> RoseError:
