@@ -31,6 +31,7 @@ from rose_roll.connection import LoopConnection
 from rose_roll.desk import Desk, Request
 from rose_roll.fields import response_payload
 from rose_roll.full_weights import FullWeights
+from rose_roll.launch import launch_name
 from rose_roll.options import RoseOptions, wire_dtype
 from rose_roll.patience import Patience
 from rose_roll.sampling import count_sequences, to_sampling
@@ -49,6 +50,7 @@ class RoseFront(InferWorker):  # type: ignore[misc] - ROLL has no types
         self._connection = LoopConnection(self._options)
         self._known = Trajectories(prefix=f"{self.cluster_name}-{self.rank}")
         self._weights: FullWeights | None = None
+        self._making = asyncio.Lock()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     async def initialize(self, pipeline_config: Any) -> None:
@@ -169,7 +171,7 @@ class RoseFront(InferWorker):  # type: ignore[misc] - ROLL has no types
         backend: str | None = None,
     ) -> None:
         """Join the group of a train cluster's broadcasts."""
-        weights = self._full_weights()
+        weights = await self._full_weights()
         await asyncio.to_thread(weights.join, master_address, master_port, rank_offset, world_size, group_name, backend)
 
     async def broadcast_parameter(
@@ -178,13 +180,15 @@ class RoseFront(InferWorker):  # type: ignore[misc] - ROLL has no types
         """Receive one bucket of full tensors."""
         if is_lora:
             self._refuse_lora()
-        await asyncio.to_thread(self._full_weights().receive, names, dtypes, shapes, group_name)
+        weights = await self._full_weights()
+        await asyncio.to_thread(weights.receive, names, dtypes, shapes, group_name)
 
     async def update_parameter_in_bucket(self, serialized_named_tensors: Sequence[Any], is_lora: bool = False) -> None:
         """Take one bucket of full tensors that a train worker on the same device hands over."""
         if is_lora:
             self._refuse_lora()
-        await asyncio.to_thread(self._full_weights().take, serialized_named_tensors[0])
+        weights = await self._full_weights()
+        await asyncio.to_thread(weights.take, serialized_named_tensors[0])
 
     async def add_lora(self, *_: Any, **__: Any) -> None:
         """Refuse.
@@ -199,16 +203,15 @@ class RoseFront(InferWorker):  # type: ignore[misc] - ROLL has no types
             report = await asyncio.to_thread(self._weights.publish)
             (await self._desk()).versions.note(report.version)
 
-    def _full_weights(self) -> FullWeights:
-        if self._weights is None:
-            self._weights = FullWeights(
-                self._options,
-                run=f"roll-{self.master_addr}-{self.master_port}".replace(":", "-"),
-                rank=self.rank,
-                world_size=self.world_size,
-                dtype=wire_dtype(self._options, self.worker_config.model_args),
-            )
-        return self._weights
+    async def _full_weights(self) -> FullWeights:
+        async with self._making:
+            if self._weights is None:
+                run = await asyncio.to_thread(launch_name, self, "full-weights")
+                dtype = wire_dtype(self._options, self.worker_config.model_args)
+                self._weights = FullWeights(
+                    self._options, run=run, rank=self.rank, world_size=self.world_size, dtype=dtype
+                )
+            return self._weights
 
     def _refuse_lora(self) -> None:
         message = "lora_target: adapters of LoRA cannot be sent to a ROSE pool; train full weights, or leave actor_infer to ROLL's own workers"
