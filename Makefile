@@ -12,13 +12,14 @@ READY := $(VENV)/.ready
 SGLANG := .venv-sglang
 SGLANG_READY := $(SGLANG)/.ready
 SGLANG_PIP := $(SGLANG)/bin/python -m pip --disable-pip-version-check
+ADAPTERS := verl openrlhf roll
 LIGHT := .venv-light
 LIGHT_BIN := $(abspath $(LIGHT))/bin
-SOURCES := src tests tools examples docs benchmarks
+SOURCES := src adapters tests tools examples docs benchmarks
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: env sglang-env test-sglang demo test check lint format types layers spelling docs examples bench reproduce clean
+.PHONY: env sglang-env test-sglang $(ADAPTERS:%=%-env) $(ADAPTERS:%=test-%) demo test check lint format types layers spelling docs examples bench reproduce clean
 
 env: $(READY)
 
@@ -57,6 +58,28 @@ $(SGLANG_READY): tools/sglang/requirements.txt
 
 test-sglang: env sglang-env
 	$(BIN)/pytest -m sglang
+
+# A framework pins what the engines pin too, so each adapter's tests have an environment with the framework and without vLLM. They reach real
+# engines of $(VENV) through a pool's address, as a user's loop does.
+$(ADAPTERS:%=%-env): %-env: .venv-%/.ready
+
+.venv-%/.ready: adapters/%/tests/requirements.txt adapters/%/tests/no-deps.txt adapters/%/pyproject.toml pyproject.toml
+	@echo "making .venv-$*: 1 to 3 GB, two to five minutes, once"
+	@$(PYTHON) -m venv .venv-$*
+	@.venv-$*/bin/python -m pip install -q --disable-pip-version-check --upgrade pip
+	@echo "  1/3 $(TORCH)"
+	@.venv-$*/bin/python -m pip install -q --disable-pip-version-check $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) "$(TORCH)"
+	@.venv-$*/bin/python -c 'from importlib.metadata import version; print("torch==" + version("torch"))' > .venv-$*/torch.txt
+	@echo "  2/3 what the framework needs, and the framework"
+	@.venv-$*/bin/python -m pip install -q --disable-pip-version-check -c .venv-$*/torch.txt -r adapters/$*/tests/requirements.txt
+	@.venv-$*/bin/python -m pip install -q --disable-pip-version-check --no-deps -r adapters/$*/tests/no-deps.txt
+	@echo "  3/3 ROSE and its adapter"
+	@.venv-$*/bin/python -m pip install -q --disable-pip-version-check -c .venv-$*/torch.txt -e ".[http]"
+	@.venv-$*/bin/python -m pip install -q --disable-pip-version-check --no-deps -e adapters/$*
+	@touch $@
+
+$(ADAPTERS:%=test-%): test-%: env %-env
+	cd adapters/$* && ROSE_ENGINE_PYTHON=$(abspath $(BIN))/python $(abspath .venv-$*)/bin/python -m pytest
 
 demo: env
 	$(BIN)/rose demo
@@ -105,5 +128,5 @@ reproduce: env
 	$(BIN)/python benchmarks/reproduce.py --out benchmarks/results/reproduce.json --docs docs/reproducing-figures.inc
 
 clean:
-	rm -rf $(VENV) $(SGLANG) $(LIGHT) docs/_build build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(SGLANG) $(LIGHT) $(ADAPTERS:%=.venv-%) docs/_build build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,6 +1,6 @@
 """What users test their own loops and backends with: fakes, fault injectors and contract suites.
 
-The fakes need neither torch nor pytest. The contract suites need pytest and are imported when they are first used.
+The fakes need neither torch nor pytest, nor does ``PoolSite``, which runs real engines in another environment. The contract suites need pytest and are imported when they are first used.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rose.testing.clock import ManualClock
 from rose.testing.engine import FakeEngine
 from rose.testing.faults import Fault, FaultKind
+from rose.testing.pool_site import PoolSite
 from rose.testing.trainer import FakeTrainer, TrainerRecord
 from rose.testing.transport import FaultyTransport, TransportFault, TransportFaultKind
 from rose.testing.updates import FakeUpdateSource, fake_update
@@ -44,6 +45,7 @@ __all__ = [
     "FaultyTransport",
     "InMemoryTransport",
     "ManualClock",
+    "PoolSite",
     "TrainerContract",
     "TrainerRecord",
     "TransportContract",
