@@ -14,6 +14,7 @@ from rose import PoolConfig
 from rose.errors import ConfigError, NoEngineError
 from rose.testing import FakeEngine, Fault, FaultKind
 from rose.types import EngineId, WeightVersion
+from rose_roll.fields import object_array
 from rose_roll.llm_proxy import TrajectoryName
 
 
@@ -140,7 +141,7 @@ def test_a_prompt_that_fills_the_context_says_what_to_set(make_site: Any, tokeni
 
 def test_images_are_refused(make_site: Any, tokenizer: Any) -> None:
     asked = prompt([5])
-    asked.non_tensor_batch["multi_modal_data"] = [object()]
+    asked.non_tensor_batch["multi_modal_data"] = object_array([{}])
     with pytest.raises(ConfigError, match="multi_modal_data"):
         make_proxy(make_site(engine()).url, tokenizer).generate([], asked, dict(SETTINGS))
 
