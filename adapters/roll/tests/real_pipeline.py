@@ -50,6 +50,7 @@ def settings(url: str, model: str, folder: str, *, steps: int, async_ratio: int,
         "ppo_epochs": 1,
         "adv_estimator": "grpo",
         "init_kl_coef": 0.0,
+        "entropy_loss_coef": 0.01,  # a policy of random characters never scores; this gives it something to learn
         "enable_reference": False,
         "whiten_advantages": True,
         "pretrain": model,
@@ -113,6 +114,11 @@ def run(url: str, model: str, *, steps: int, async_ratio: int) -> list[dict[str,
     pipeline.tracker.log = lambda values, step, **more: (seen.append(dict(values)), log(values=values, step=step, **more))
     pipeline.run()
     return seen
+
+
+def read_steps(text: str) -> list[dict[str, float]]:
+    """Return what ``main`` printed."""
+    return [json.loads(line.removeprefix("STEP ")) for line in text.splitlines() if line.startswith("STEP ")]
 
 
 def main() -> None:

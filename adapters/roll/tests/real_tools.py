@@ -79,3 +79,14 @@ def stand_in_for_vllm() -> None:
     vars(module)["RequestOutputKind"] = SimpleNamespace(CUMULATIVE=0, FINAL_ONLY=2)
     exec(compile(ast.Module(body=body, type_ignores=[]), str(path), "exec"), vars(module))
     sys.modules[module.__name__] = module
+
+
+class KeepAll:
+    """A group filter of ROLL's that keeps every group."""
+
+    def __init__(self, *_: Any) -> None:
+        pass
+
+    def filter(self, **_: Any) -> bool:
+        """Keep it."""
+        return False

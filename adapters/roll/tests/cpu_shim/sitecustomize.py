@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.abc
 import importlib.machinery
 import sys
+import types
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
@@ -36,8 +37,11 @@ def _complete(cls: Any) -> None:
     cls.current_device = classmethod(lambda _: "cpu")
     for name in ("reset_max_memory_allocated", "reset_max_memory_cached", "reset_peak_memory_stats", "empty_cache", "init"):
         setattr(cls, name, classmethod(lambda *_, **__: None))
-    for name in ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved"):
+    for name in ("device_memory_used", "memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved"):
         setattr(cls, name, classmethod(lambda *_, **__: 0))
+    cls.get_rng_state = classmethod(lambda *_, **__: __import__("torch").get_rng_state())
+    cls.set_rng_state = classmethod(lambda _, state, **__: __import__("torch").set_rng_state(state))
+    cls.random = types.SimpleNamespace(get_rng_state_all=list, set_rng_state_all=lambda _: None)
     cls.mem_get_info = classmethod(lambda *_, **__: (1, 1))
 
 
