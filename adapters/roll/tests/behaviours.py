@@ -21,9 +21,15 @@ def install() -> None:
 def _data() -> None:
     cls = importlib.import_module("roll.distributed.scheduler.protocol").DataProto
 
-    def init(self: Any, batch: Any = None, non_tensor_batch: Any = None, remote_batch: Any = None, meta_info: Any = None) -> None:
+    def init(
+        self: Any, batch: Any = None, non_tensor_batch: Any = None, remote_batch: Any = None, meta_info: Any = None
+    ) -> None:
         del remote_batch
-        self.batch, self.non_tensor_batch, self.meta_info = batch, dict(non_tensor_batch or {}), meta_info if meta_info is not None else {}
+        self.batch, self.non_tensor_batch, self.meta_info = (
+            batch,
+            dict(non_tensor_batch or {}),
+            meta_info if meta_info is not None else {},
+        )
 
     cls.__init__ = init
     cls.batch = cls.non_tensor_batch = cls.meta_info = None
@@ -64,7 +70,12 @@ def _proxies() -> None:
     module = importlib.import_module("roll.pipeline.agentic.llm_proxy.base_llm_proxy")
 
     def init(self: Any, generate_scheduler: Any, llm_proxy_config: Any, tokenizer: Any, env: Any) -> None:
-        self.generate_scheduler, self.llm_proxy_config, self.tokenizer, self.env = generate_scheduler, llm_proxy_config, tokenizer, env
+        self.generate_scheduler, self.llm_proxy_config, self.tokenizer, self.env = (
+            generate_scheduler,
+            llm_proxy_config,
+            tokenizer,
+            env,
+        )
 
     module.BaseLLMProxy.__init__ = init
     registry: dict[str, type] = {}

@@ -21,12 +21,12 @@ if not ROLL_SRC:
 
     behaviours.install()
 
-from rose import RolloutPool  # noqa: E402
-from rose.backends.memory import MemoryTransport  # noqa: E402
-from rose.hosts.http.pool_service import PoolService, serve_pool  # noqa: E402
-from rose.pool.store_offer import StoreOffer  # noqa: E402
-from rose.testing import FakeEngine  # noqa: E402
-from rose.types import EngineId  # noqa: E402
+from rose import RolloutPool
+from rose.backends.memory import MemoryTransport
+from rose.hosts.http.pool_service import PoolService, serve_pool
+from rose.pool.store_offer import StoreOffer
+from rose.testing import FakeEngine
+from rose.types import EngineId
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

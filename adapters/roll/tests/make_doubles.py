@@ -84,13 +84,13 @@ def _module(module: str, path: Path, names: Sequence[str]) -> Iterator[str]:
 
 def _class(node: ast.ClassDef, bases: Mapping[str, str]) -> str:
     own = [base.id for base in node.bases if isinstance(base, ast.Name) and base.id in bases]
-    if any(isinstance(base, ast.Name) and "Enum" in base.id or _name(base) == "enum.Enum" for base in node.bases):
+    if any((isinstance(base, ast.Name) and "Enum" in base.id) or _name(base) == "enum.Enum" for base in node.bases):
         members = [target.id for item in node.body if isinstance(item, ast.Assign) for target in item.targets]
-        return f"import enum\n\n\nclass {node.name}(enum.Enum):\n" + "".join(f"    {one} = {one!r}\n" for one in members)
+        return f"import enum\n\n\nclass {node.name}(enum.Enum):\n" + "".join(
+            f"    {one} = {one!r}\n" for one in members
+        )
     lines = [_field(item) for item in node.body if isinstance(item, ast.AnnAssign)]
-    lines += [
-        _function(item, "    ") for item in node.body if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef)
-    ]
+    lines += [_function(item, "    ") for item in node.body if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef)]
     head = f"class {node.name}({', '.join(own)}):\n" if own else f"class {node.name}:\n"
     return head + ("\n".join(lines) if lines else "    pass\n")
 

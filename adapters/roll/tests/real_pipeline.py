@@ -111,7 +111,10 @@ def run(url: str, model: str, *, steps: int, async_ratio: int) -> list[dict[str,
     pipeline = AgenticPipeline(pipeline_config=config)
     seen: list[dict[str, Any]] = []
     log = pipeline.tracker.log
-    pipeline.tracker.log = lambda values, step, **more: (seen.append(dict(values)), log(values=values, step=step, **more))
+    pipeline.tracker.log = lambda values, step, **more: (
+        seen.append(dict(values)),
+        log(values=values, step=step, **more),
+    )
     pipeline.run()
     return seen
 

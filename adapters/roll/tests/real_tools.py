@@ -21,10 +21,9 @@ TEMPLATE = (
 
 def make_policy(path: Path, *, max_positions: int = 1024, **shape: Any) -> Path:
     """Write a random Qwen3 with a tokenizer of single characters; ids 0 begin, 1 end, 2 padding."""
+    from rose.testing.models import make_qwen3
     from tokenizers import Regex, Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
-
-    from rose.testing.models import make_qwen3
 
     make_qwen3(path, max_positions=max_positions, **shape)
     special = ["<|begin|>", "<|im_end|>", "<|pad|>", "<|im_start|>", "<|unk|>"]
@@ -55,7 +54,14 @@ def start_ray(num_cpus: int = 4, **variables: str) -> None:
         ROLLDEVICE_VISIBLE="0,1",
         **variables,
     )  # fmt: skip
-    ray.init(num_cpus=num_cpus, resources={DEVICE: 8}, include_dashboard=False, log_to_driver=False, logging_level="ERROR", namespace="roll")
+    ray.init(
+        num_cpus=num_cpus,
+        resources={DEVICE: 8},
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="ERROR",
+        namespace="roll",
+    )
 
 
 def stand_in_cluster(workers: list[Any], model: Path) -> Any:
@@ -77,7 +83,7 @@ def stand_in_for_vllm() -> None:
     body = [node for node in ast.parse(path.read_text()).body if getattr(node, "name", None) == wanted]
     module = ModuleType("roll.distributed.strategy.vllm_strategy")
     vars(module)["RequestOutputKind"] = SimpleNamespace(CUMULATIVE=0, FINAL_ONLY=2)
-    exec(compile(ast.Module(body=body, type_ignores=[]), str(path), "exec"), vars(module))
+    exec(compile(ast.Module(body=body, type_ignores=[]), str(path), "exec"), vars(module))  # noqa: S102 - ROLL's own function
     sys.modules[module.__name__] = module
 
 

@@ -4,8 +4,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
 from rose.errors import ConfigError
+
 from rose_roll.env_manager import RoseEnvManager, trajectory_spans
 
 
@@ -22,7 +22,11 @@ def test_spans_are_in_positions_of_the_trajectory() -> None:
     spans, metrics = trajectory_spans(
         [turn(3, 2, (0, 2, "r:0")), turn(4, 5, (0, 1, "r:0"), (1, 5, "r:1"), resumed=1), {"observation": "last"}]
     )
-    assert [(one["start"], one["end"], one["version"]) for one in spans] == [(3, 5, "r:0"), (9, 10, "r:0"), (10, 14, "r:1")]
+    assert [(one["start"], one["end"], one["version"]) for one in spans] == [
+        (3, 5, "r:0"),
+        (9, 10, "r:0"),
+        (10, 14, "r:1"),
+    ]
     assert metrics == {"rose/num_versions": 2.0, "rose/num_hops": 2.0, "rose/num_resumed_tokens": 1.0}
 
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-
-from helpers import worker_config
 from rose.errors import ConfigError, TransportError
 from rose.testing import FakeEngine
 from rose.types import EngineId
+
+from helpers import worker_config
 from rose_roll.infer_worker import RoseFront, RoseInferWorker
 
 pytestmark = pytest.mark.doubles
@@ -99,7 +99,7 @@ async def test_settings_that_cannot_be_kept_end_the_start(make_front: Any, chang
 
 async def test_a_pool_that_is_not_there_is_named_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ROSE_POOL", "http://127.0.0.1:9")
-    with pytest.raises(TransportError, match="127.0.0.1:9"):
+    with pytest.raises(TransportError, match=r"127\.0\.0\.1:9"):
         await RoseFront(worker_config()).initialize(SimpleNamespace())
 
 
@@ -181,9 +181,9 @@ def _receive_from(monkeypatch: pytest.MonkeyPatch, sent: dict[str, torch.Tensor]
     """Stand for the group of broadcasts: tensors arrive in the order of the names."""
     names = iter(())
 
-    def broadcast(tensor: torch.Tensor, src_rank: int, group_name: str, async_op: bool) -> Any:
+    def broadcast(tensor: torch.Tensor, src_rank: int, group_name: str, **_: Any) -> Any:
         nonlocal names
-        del src_rank, group_name, async_op
+        del src_rank, group_name
         name = next(names, None)
         if name is None:
             names = iter(sent)

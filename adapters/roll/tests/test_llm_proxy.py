@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-
-from helpers import SETTINGS, make_proxy, prompt
 from rose import PoolConfig
 from rose.errors import ConfigError, NoEngineError
 from rose.testing import FakeEngine, Fault, FaultKind
 from rose.types import EngineId, WeightVersion
+
+from helpers import SETTINGS, make_proxy, prompt
 from rose_roll.fields import object_array
 from rose_roll.llm_proxy import TrajectoryName
 
@@ -111,13 +111,20 @@ def test_an_engine_that_dies_in_mid_turn_costs_nothing(make_site: Any, tokenizer
 
 
 def test_an_error_that_lasts_is_raised_in_the_end(make_site: Any, tokenizer: Any) -> None:
-    dead = engine(faults=[Fault(kind=FaultKind.DIE, after_tokens=2, request_index=0), Fault(kind=FaultKind.DIE, request_index=1)])
+    dead = engine(
+        faults=[Fault(kind=FaultKind.DIE, after_tokens=2, request_index=0), Fault(kind=FaultKind.DIE, request_index=1)]
+    )
     site = make_site(dead, config=PoolConfig(no_engine_timeout_s=0.1, retry_s=0.01))
     proxy = make_proxy(site.url, tokenizer, give_up_s=0.3, retry_s=0.05)
     num_none = 0
-    with pytest.raises(NoEngineError) as caught:
+
+    def play() -> None:
+        nonlocal num_none
         while proxy.generate([], prompt([5]), dict(SETTINGS)) is None:
             num_none += 1
+
+    with pytest.raises(NoEngineError) as caught:
+        play()
     assert num_none >= 2
     assert caught.value.partial is not None
     assert len(caught.value.partial.token_ids) == 2
@@ -153,7 +160,7 @@ def test_an_option_that_is_not_there_is_named(make_site: Any, tokenizer: Any) ->
 
 def test_nobody_said_where_the_pool_is(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ROSE_POOL", raising=False)
-    with pytest.raises(ConfigError, match="system_envs.ROSE_POOL"):
+    with pytest.raises(ConfigError, match=r"system_envs\.ROSE_POOL"):
         make_proxy("", tokenizer)
 
 

@@ -103,7 +103,9 @@ assert config.actor_infer.system_envs["ROSE_POOL"] == config.actor_train.system_
 assert safe_import_class(config.actor_train.worker_cls) and safe_import_class(config.actor_infer.worker_cls)
 print("READ", config.actor_train.worker_cls)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=tmp_path, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=tmp_path, check=False
+    )
     assert "READ rose_roll." in done.stdout, done.stderr[-2000:]
 
 

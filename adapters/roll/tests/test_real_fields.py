@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from rose.testing import FakeEngine
+from rose.types import EngineId, FinishReason, TurnResult
 
 import make_doubles
 from helpers import SETTINGS, make_proxy, prompt
-from rose.testing import FakeEngine
-from rose.types import EngineId, FinishReason, TurnResult
 
 pytestmark = pytest.mark.real
 
@@ -45,7 +45,7 @@ def test_a_turn_is_bit_equal_with_rolls_policy_proxy(make_site: Any, tokenizer: 
         theirs.router_client = SimpleNamespace(generate_request_sync=_answer(new, logprobs))
         expected = theirs.generate([], prompt(ids, width=width), dict(settings))
         assert set(output.batch.keys()) == set(expected.batch.keys())
-        for name in expected.batch.keys():
+        for name in expected.batch.keys():  # noqa: SIM118 - a tensordict iterates over its rows
             assert output.batch[name].dtype == expected.batch[name].dtype, name
             if width is None or name not in {"input_ids"}:
                 assert torch.equal(output.batch[name], expected.batch[name]), name

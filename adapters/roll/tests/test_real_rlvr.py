@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-
-from helpers import SETTINGS
 from rose.testing import FakeEngine
 from rose.types import EngineId
+
+from helpers import SETTINGS
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(180)]
 PROMPT, ANSWER, SAMPLES = 12, 20, 3
@@ -111,7 +111,9 @@ async def test_rolls_scheduler_samples_from_the_pool(make_site: Any, model: Path
     """Two steps; with a ratio of 1 prompts are under way while ROLL pauses, and go on where they were."""
     from roll.distributed.scheduler.protocol import DataProto
 
-    engines = [FakeEngine(engine_id=EngineId(f"e{n}"), vocab_size=100, token_s=0.01, max_running=4 - n) for n in range(2)]
+    engines = [
+        FakeEngine(engine_id=EngineId(f"e{n}"), vocab_size=100, token_s=0.01, max_running=4 - n) for n in range(2)
+    ]
     site = make_site(*engines)
     rewards = Rewards()
     scheduler = make_scheduler(model, site.url, rewards, ratio)

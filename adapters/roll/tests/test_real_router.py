@@ -13,10 +13,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
-from helpers import SETTINGS, make_proxy, prompt, worker_config
 from rose.testing import FakeEngine
 from rose.types import EngineId
+
+from helpers import SETTINGS, make_proxy, prompt, worker_config
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(240)]
 

@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 import torch
+from rose.testing import PoolSite
 
 from helpers import SETTINGS
-from rose.testing import PoolSite
 
 pytestmark = [pytest.mark.real, pytest.mark.engine, pytest.mark.timeout(900)]
 NUM_ENVS, MAX_TURNS, LENGTH = 4, 2, 896
@@ -85,7 +85,9 @@ class Environments:
         monitor = SimpleNamespace(enable=False, monitor_interval=60, hung_timeout=3600)
         queue = SimpleNamespace(async_generation_ratio=1, rollout_batch_size=NUM_ENVS, env_monitor=monitor)
         templates = {"FL": {"agent_system_template": "play.", "agent_template": "{observation} left {actions_left}"}}
-        pipeline = SimpleNamespace(custom_envs=templates, sequence_length=LENGTH, skip_mock_system_prompt=True, system_envs={})
+        pipeline = SimpleNamespace(
+            custom_envs=templates, sequence_length=LENGTH, skip_mock_system_prompt=True, system_envs={}
+        )
         self.queue = GroupQueueManager.options(max_concurrency=16).remote(queue, SimpleNamespace(**worker), "train")
         self.managers = [
             RoseTrajEnvManager(
@@ -206,9 +208,9 @@ def test_environments_play_on_real_engines(site: PoolSite, model: Path, ray_clus
 
 def test_greedy_tokens_are_those_of_hugging_face(site: PoolSite, model: Path, ray_cluster: None) -> None:
     """The engines hold what the learner published: their greedy answer is the model's own, their log-probs its log-probs."""
-    from helpers import make_proxy, prompt
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    from helpers import make_proxy, prompt
     from real_weights import Learner
 
     learner = Learner(site.url, model, num_ranks=1)

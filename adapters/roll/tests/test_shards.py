@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from rose.errors import ConfigError
 
 from helpers import worker_config
-from rose.errors import ConfigError
 from rose_roll import RoseAgenticTrainWorker
 from rose_roll.shards import is_front
 

@@ -27,7 +27,18 @@ _LAZY = {
 }
 
 __version__ = "0.1.0"
-__all__ = sorted(_LAZY)
+__all__ = [
+    "RoseAgenticPgTrainWorker",
+    "RoseAgenticTrainWorker",
+    "RoseEnvManager",
+    "RoseInferWorker",
+    "RoseOptions",
+    "RoseProxy",
+    "RoseRlvrPgTrainWorker",
+    "RoseRlvrTrainWorker",
+    "RoseRolloutLoop",
+    "RoseTrajEnvManager",
+]
 
 
 def __getattr__(name: str) -> Any:

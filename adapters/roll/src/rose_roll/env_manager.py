@@ -10,8 +10,8 @@ import os
 from typing import Any
 
 from roll.pipeline.agentic.env_manager.traj_env_manager import TrajEnvManager
-
 from rose.errors import ConfigError
+
 from rose_roll.fields import object_array
 from rose_roll.llm_proxy import RoseProxy, TrajectoryName
 from rose_roll.options import ENVIRONMENT
@@ -29,7 +29,7 @@ class RoseEnvManager:
         for name in ENVIRONMENT:  # ROLL sets system_envs in its GPU workers only
             if name in (getattr(pipeline_config, "system_envs", None) or {}):
                 os.environ.setdefault(name, str(pipeline_config.system_envs[name]))
-        super().__init__(*args, pipeline_config=pipeline_config, **kwargs)
+        super().__init__(*args, pipeline_config=pipeline_config, **kwargs)  # type: ignore[call-arg]
 
     def update_step(self, global_step: int, trace_meta: Any = None) -> None:
         """Begin a step: turns want the weights that the pool has from now on."""
@@ -72,7 +72,7 @@ class RoseEnvManager:
         return TrajectoryName(trajectory_id=f"{group}_{cache.env_id}", group_id=group)
 
 
-class RoseTrajEnvManager(RoseEnvManager, TrajEnvManager):  # type: ignore[misc] - ROLL has no types
+class RoseTrajEnvManager(RoseEnvManager, TrajEnvManager):
     """ROLL's manager of trajectories, on a ROSE pool."""
 
 

@@ -19,9 +19,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-
+from roll import platforms
+from roll.utils.collective import collective
 from rose.errors import TransferError
 from rose.frameworks import PushReport, StreamedTrainer, WeightPush
+
 from rose_roll.options import RoseOptions
 
 _logger = logging.getLogger("rose_roll")
@@ -59,13 +61,10 @@ class FullWeights:
         self, master_address: str, master_port: int, rank: int, world_size: int, group_name: str, backend: str | None
     ) -> None:
         """Join a group of broadcasts; blocks until all members have."""
-        from roll.platforms import current_platform
-        from roll.utils.collective import collective
-
         collective.init_collective_group(
             world_size,
             rank=rank,
-            backend=backend or current_platform.communication_backend,
+            backend=backend or platforms.current_platform.communication_backend,
             group_name=group_name,
             master_addr=master_address,
             master_port=master_port,
@@ -73,13 +72,10 @@ class FullWeights:
 
     def receive(self, names: Sequence[str], dtypes: Sequence[Any], shapes: Sequence[Any], group_name: str) -> None:
         """Receive one bucket of broadcasts; blocks."""
-        from roll.platforms import current_platform
-        from roll.utils.collective import collective
-
         pending = []
         for name, dtype, shape in zip(names, dtypes, shapes, strict=True):
             kind = dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype)
-            tensor = torch.empty(tuple(shape), dtype=kind, device=current_platform.device_type)
+            tensor = torch.empty(tuple(shape), dtype=kind, device=platforms.current_platform.device_type)
             handle = collective.broadcast(tensor=tensor, src_rank=0, group_name=group_name, async_op=True)
             pending.append((name, tensor, handle))
         for _, _, handle in pending:
@@ -88,13 +84,13 @@ class FullWeights:
 
     def take(self, serialized: Any) -> None:
         """Take one bucket that a train worker of this device serialised, by ROLL's own means."""
-        from roll.utils.cuda_ipc_utils import MultiprocessingSerializer
-        from roll.utils.send_recv_utils import monkey_patch_torch_reductions, named_tensors_from_bucket
+        from roll.utils import cuda_ipc_utils, send_recv_utils  # noqa: PLC0415 - for learners on the same device only
 
-        monkey_patch_torch_reductions()
+        send_recv_utils.monkey_patch_torch_reductions()
         if isinstance(serialized, dict):
             serialized = serialized["payload"]
-        self._feed(named_tensors_from_bucket(**MultiprocessingSerializer.deserialize(serialized)))
+        bucket = cuda_ipc_utils.MultiprocessingSerializer.deserialize(serialized)
+        self._feed(send_recv_utils.named_tensors_from_bucket(**bucket))
 
     def publish(self) -> PushReport:
         """Close the pass, publish it, and let the pool sync; blocks.

@@ -23,10 +23,11 @@ import ray
 from roll.distributed.executor.worker import Worker
 from roll.distributed.scheduler.decorator import Dispatch, register
 from roll.distributed.scheduler.protocol import DataProto
+from roll.models.model_providers import default_tokenizer_provider
 from roll.pipeline.base_worker import InferWorker
-
 from rose.errors import ConfigError
 from rose.types import TurnResult
+
 from rose_roll.connection import LoopConnection
 from rose_roll.desk import Desk, Request
 from rose_roll.fields import response_payload
@@ -41,8 +42,10 @@ _MAX_RESTARTS = -1
 _MAX_RETRIES = -1
 
 
-class RoseFront(InferWorker):  # type: ignore[misc] - ROLL has no types
+class RoseFront(InferWorker):
     """A worker of ROLL that runs requests on a ROSE pool. Configure ``RoseInferWorker``, which Ray starts again."""
+
+    tokenizer: Any
 
     def __init__(self, worker_config: Any) -> None:
         super().__init__(worker_config=worker_config)
@@ -128,8 +131,6 @@ class RoseFront(InferWorker):  # type: ignore[misc] - ROLL has no types
 
     def _encode(self, text: str) -> list[int]:
         if self.tokenizer is None:
-            from roll.models.model_providers import default_tokenizer_provider
-
             self.tokenizer = default_tokenizer_provider(model_args=self.worker_config.model_args)
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
@@ -175,7 +176,12 @@ class RoseFront(InferWorker):  # type: ignore[misc] - ROLL has no types
         await asyncio.to_thread(weights.join, master_address, master_port, rank_offset, world_size, group_name, backend)
 
     async def broadcast_parameter(
-        self, names: Sequence[str], dtypes: Sequence[Any], shapes: Sequence[Any], group_name: str, is_lora: bool = False
+        self,
+        names: Sequence[str],
+        dtypes: Sequence[Any],
+        shapes: Sequence[Any],
+        group_name: str,
+        is_lora: bool = False,  # noqa: FBT001, FBT002 - ROLL's signature
     ) -> None:
         """Receive one bucket of full tensors."""
         if is_lora:
@@ -183,7 +189,11 @@ class RoseFront(InferWorker):  # type: ignore[misc] - ROLL has no types
         weights = await self._full_weights()
         await asyncio.to_thread(weights.receive, names, dtypes, shapes, group_name)
 
-    async def update_parameter_in_bucket(self, serialized_named_tensors: Sequence[Any], is_lora: bool = False) -> None:
+    async def update_parameter_in_bucket(
+        self,
+        serialized_named_tensors: Sequence[Any],
+        is_lora: bool = False,  # noqa: FBT001, FBT002 - ROLL's signature
+    ) -> None:
         """Take one bucket of full tensors that a train worker on the same device hands over."""
         if is_lora:
             self._refuse_lora()
@@ -235,7 +245,7 @@ class RoseFront(InferWorker):  # type: ignore[misc] - ROLL has no types
         return DataProto(meta_info={"metrics": wanted})
 
     @register(dispatch_mode=Dispatch.DP_MP_COMPUTE)
-    async def generate(self, data: DataProto) -> DataProto:
+    async def generate(self, data: DataProto) -> DataProto:  # noqa: ARG002 - ROLL's signature
         """Refuse whole batches.
 
         Raises:

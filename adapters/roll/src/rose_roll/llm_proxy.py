@@ -17,10 +17,10 @@ from typing import Any
 import attrs
 from roll.distributed.scheduler.protocol import DataProto
 from roll.pipeline.agentic.llm_proxy import BaseLLMProxy, register_llm_proxy
-from tensordict import TensorDict
-
 from rose.errors import ConfigError
 from rose.types import FinishReason, TurnResult
+from tensordict import TensorDict
+
 from rose_roll.connection import new_request_id, shared_connection
 from rose_roll.desk import Request
 from rose_roll.fields import sequence_tensors, unpadded
@@ -41,7 +41,7 @@ class TrajectoryName:
 
 
 @register_llm_proxy("rose")
-class RoseProxy(BaseLLMProxy):  # type: ignore[misc] - ROLL has no types
+class RoseProxy(BaseLLMProxy):
     """One environment's way to the pool. ``llm_proxy.proxy_config`` has its options, see ``RoseOptions``.
 
     Attributes:
@@ -64,7 +64,10 @@ class RoseProxy(BaseLLMProxy):  # type: ignore[misc] - ROLL has no types
         self._connection.read_version(step)
 
     def generate(
-        self, messages: list[dict[str, str]], lm_input: DataProto, generation_config: dict[str, Any]
+        self,
+        messages: list[dict[str, str]],  # noqa: ARG002 - ROLL's signature
+        lm_input: DataProto,
+        generation_config: dict[str, Any],
     ) -> DataProto | None:
         """Run one turn.
 

@@ -20,9 +20,9 @@ from typing import Any
 import attrs
 from roll.distributed.scheduler.protocol import DataProto
 from roll.distributed.scheduler.user_defined_rollout_loop import UserDefinedRolloutLoop
-
 from rose.errors import ConfigError
 from rose.types import FinishReason, TurnResult
+
 from rose_roll.connection import LoopConnection
 from rose_roll.desk import Desk, Request
 from rose_roll.fields import object_array, response_payload, unpadded
@@ -33,7 +33,7 @@ from rose_roll.sampling import count_sequences, to_sampling
 from rose_roll.versions import ends_of, spans_of
 
 
-class RoseRolloutLoop(UserDefinedRolloutLoop):  # type: ignore[misc] - ROLL has no types
+class RoseRolloutLoop(UserDefinedRolloutLoop):
     """``user_defined_rollout_loop_cls``: ROLL's loop, filters and rewards, with every sequence on the pool as a request of its own.
 
     Samples have ``rose_versions`` and ``rose_spans`` in ``non_tensor_batch``; spans count from the first new token.

@@ -82,7 +82,7 @@ def _refusals(config: Mapping[str, Any]) -> Iterable[str]:
 
 
 def _stop_ids(config: Mapping[str, Any], encode: Encode | None) -> tuple[tuple[int, ...], list[str]]:
-    ids: list[int] = []
+    ids: list[Any] = []
     problems = []
     for name in _STOP_IDS:
         given = config.get(name)

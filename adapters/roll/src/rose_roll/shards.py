@@ -16,15 +16,16 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+import rose
 from roll.distributed.scheduler.protocol import DataProto
 from roll.utils.context_managers import state_offload_manger
 from roll.utils.import_utils import safe_import_class
 from roll.utils.offload_states import OffloadStateType
-
-import rose
 from rose.errors import ConfigError
 from rose.frameworks import PushReport, WeightPush
 from rose.interfaces.trainer import ShardBits, ShardSpec, TensorSpec, Trainer
+
+from rose_roll.infer_worker import RoseFront
 from rose_roll.launch import launch_name
 from rose_roll.options import RoseOptions, wire_dtype
 
@@ -76,7 +77,8 @@ class PublishesShards:
 
     def _publish(self, model_update_name: str) -> dict[str, float]:
         worker: Any = self
-        push, metrics = self._pushes[model_update_name], {}
+        push = self._pushes[model_update_name]
+        metrics: dict[str, float] = {}
         started_s = time.monotonic()
         if _is_megatron(worker):  # its parameters have no memory while they are offloaded
             infix, load = f"{worker.cluster_name}/rose_publish", {"include": [OffloadStateType.model_params]}
@@ -98,8 +100,6 @@ def push_metrics(report: PushReport, *, seconds: float) -> dict[str, float]:
 
 def is_front(worker_config: Any) -> bool:
     """Tell whether an infer cluster's workers are fronts to a pool, which need no broadcast when shards are published."""
-    from rose_roll.infer_worker import RoseFront
-
     named = worker_config.worker_cls
     found = safe_import_class(named) if isinstance(named, str) else named
     metadata = getattr(found, "__ray_metadata__", None)
@@ -180,6 +180,6 @@ def _is_megatron(worker: Any) -> bool:
 
 
 def _checkpoint_config(worker: Any) -> Any:
-    from transformers import AutoConfig
+    from transformers import AutoConfig  # noqa: PLC0415 - for Megatron only
 
     return AutoConfig.from_pretrained(worker.worker_config.model_args.model_name_or_path)

@@ -14,6 +14,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import ray
+
 
 def read_suspended(manager: Any) -> bool:
     """Run inside ROLL's router manager: tell whether its requests are to stop."""
@@ -39,8 +41,6 @@ class RouterGate:
 
     def enter(self, request_id: str) -> bool:
         """Wait until ROLL lets requests through; false when it shuts down."""
-        import ray
-
         if not ray.get(self._router.on_send_request.remote(request_id)):
             return False
         with self._lock:
@@ -53,15 +53,11 @@ class RouterGate:
 
     def leave(self, request_id: str) -> None:
         """Tell ROLL that the request is over."""
-        import ray
-
         with self._lock:
             self._num_turns -= 1
         ray.get(self._router.on_request_routed.remote(request_id))
 
     def _watch(self) -> None:
-        import ray
-
         while True:
             with self._lock:
                 self._lock.wait_for(lambda: self._num_turns > 0)

@@ -7,5 +7,5 @@ from roll.pipeline.agentic.agentic_actor_worker import ActorWorker
 from rose_roll.shards import PublishesShards
 
 
-class RoseAgenticTrainWorker(PublishesShards, ActorWorker):  # type: ignore[misc] - ROLL has no types
+class RoseAgenticTrainWorker(PublishesShards, ActorWorker):
     """ROLL's own worker; ``model_update`` publishes this rank's shards to the pool."""

@@ -7,5 +7,5 @@ from roll.pipeline.agentic.agentic_actor_pg_worker import ActorWorker
 from rose_roll.shards import PublishesShards
 
 
-class RoseAgenticPgTrainWorker(PublishesShards, ActorWorker):  # type: ignore[misc] - ROLL has no types
+class RoseAgenticPgTrainWorker(PublishesShards, ActorWorker):
     """ROLL's own worker; ``model_update`` publishes this rank's shards to the pool."""

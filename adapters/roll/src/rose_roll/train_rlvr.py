@@ -7,5 +7,5 @@ from roll.pipeline.rlvr.actor_worker import ActorWorker
 from rose_roll.shards import PublishesShards
 
 
-class RoseRlvrTrainWorker(PublishesShards, ActorWorker):  # type: ignore[misc] - ROLL has no types
+class RoseRlvrTrainWorker(PublishesShards, ActorWorker):
     """ROLL's own worker; ``model_update`` publishes this rank's shards to the pool."""

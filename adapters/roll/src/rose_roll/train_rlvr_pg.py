@@ -7,5 +7,5 @@ from roll.pipeline.rlvr.actor_pg_worker import ActorPGWorker
 from rose_roll.shards import PublishesShards
 
 
-class RoseRlvrPgTrainWorker(PublishesShards, ActorPGWorker):  # type: ignore[misc] - ROLL has no types
+class RoseRlvrPgTrainWorker(PublishesShards, ActorPGWorker):
     """ROLL's own worker; ``model_update`` publishes this rank's shards to the pool."""

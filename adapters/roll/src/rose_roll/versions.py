@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import Any
 
 import attrs
-
 from rose.types import AnyVersion, AtLeast, TurnResult, VersionConstraint, WeightVersion
 
 _REFRESH_S = 2.0

@@ -35,9 +35,21 @@ def _complete(cls: Any) -> None:
     cls.ray_experimental_noset = "ROLLDEVICE_NOSET"
     cls.device_count = classmethod(lambda _: 2)
     cls.current_device = classmethod(lambda _: "cpu")
-    for name in ("reset_max_memory_allocated", "reset_max_memory_cached", "reset_peak_memory_stats", "empty_cache", "init"):
+    for name in (
+        "reset_max_memory_allocated",
+        "reset_max_memory_cached",
+        "reset_peak_memory_stats",
+        "empty_cache",
+        "init",
+    ):
         setattr(cls, name, classmethod(lambda *_, **__: None))
-    for name in ("device_memory_used", "memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved"):
+    for name in (
+        "device_memory_used",
+        "memory_allocated",
+        "memory_reserved",
+        "max_memory_allocated",
+        "max_memory_reserved",
+    ):
         setattr(cls, name, classmethod(lambda *_, **__: 0))
     cls.get_rng_state = classmethod(lambda *_, **__: __import__("torch").get_rng_state())
     cls.set_rng_state = classmethod(lambda _, state, **__: __import__("torch").set_rng_state(state))
