@@ -51,7 +51,7 @@ def start_ray(num_cpus: int = 4, **variables: str) -> None:
         PYTHONPATH=os.pathsep.join([os.environ["ROLL_SRC"], str(HERE), str(HERE / "cpu_shim"), *filter(None, [os.environ.get("PYTHONPATH")])]),
         RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0",
         OMP_NUM_THREADS="1",
-        ROLLDEVICE_VISIBLE="0,1",
+        ROLLDEVICE_VISIBLE="0,1,2,3",
         **variables,
     )  # fmt: skip
     ray.init(

@@ -20,9 +20,10 @@ class Learner:
         url: The pool.
         model: Where weights begin.
         num_ranks: Ranks that share the model.
+        num_fronts: Fronts that join ROLL's own broadcast from ROLL's own train workers; 0: train workers of ours.
     """
 
-    def __init__(self, url: str, model: Path, *, num_ranks: int) -> None:
+    def __init__(self, url: str, model: Path, *, num_ranks: int, num_fronts: int = 0) -> None:
         import ray
         from dacite import from_dict
         from roll.distributed.executor.cluster import Cluster
@@ -33,17 +34,18 @@ class Learner:
         self._ray, self._step = ray, 0
         folder = tempfile.mkdtemp(prefix="rose-roll-")
         given = settings(url, str(model), folder, steps=4, async_ratio=0, num_ranks=num_ranks)
+        if num_fronts:
+            given["actor_train"]["worker_cls"] = "roll.pipeline.agentic.agentic_actor_worker.ActorWorker"
+            given["actor_infer"]["device_mapping"] = f"list(range({num_ranks},{num_ranks + num_fronts}))"
         config = from_dict(data_class=AgenticConfig, data=given)
         config.set_max_steps(max_steps=4)
-        self._resources = ResourceManager(num_nodes=1, num_gpus_per_node=2)
-        self._cluster = Cluster(
-            name=f"train_{Path(folder).name}",
-            worker_cls=config.actor_train.worker_cls,
-            resource_manager=self._resources,
-            worker_config=config.actor_train,
-        )
-        ray.get(self._cluster.initialize(pipeline_config=config, blocking=False), timeout=240)
-        target = SimpleNamespace(cluster_name="actor_infer", worker_config=config.actor_infer, workers=[])
+        self._resources = ResourceManager(num_nodes=1, num_gpus_per_node=4)
+        name = Path(folder).name
+        self._cluster = self._start(Cluster, f"train_{name}", config.actor_train, config)
+        self._fronts = None
+        target: Any = SimpleNamespace(cluster_name="actor_infer", worker_config=config.actor_infer, workers=[])
+        if num_fronts:
+            target = self._fronts = self._start(Cluster, f"infer_{name}", config.actor_infer, config)
         self._group = ModelUpdateGroup(src_cluster=self._cluster, tgt_cluster=target, pipeline_config=config)
 
     def update(self) -> dict[str, float]:
@@ -51,6 +53,8 @@ class Learner:
         self._step += 1
         self._cluster.offload_states(blocking=True)
         metrics = self._group.model_update(self._step)
+        if self._fronts is not None:
+            self._fronts.load_states(blocking=True)
         return {name: _mean(value) for name, value in metrics.items()}
 
     def change(self) -> None:
@@ -68,9 +72,19 @@ class Learner:
 
     def close(self) -> None:
         """End the workers."""
-        for worker in self._cluster.workers:
+        for worker in [*self._cluster.workers, *(self._fronts.workers if self._fronts is not None else ())]:
             self._ray.kill(worker)
         self._resources.destroy_placement_group()
+
+    def _start(self, make: Any, name: str, worker_config: Any, config: Any) -> Any:
+        cluster = make(
+            name=name,
+            worker_cls=worker_config.worker_cls,
+            resource_manager=self._resources,
+            worker_config=worker_config,
+        )
+        self._ray.get(cluster.initialize(pipeline_config=config, blocking=False), timeout=240)
+        return cluster
 
     def _on_all(self, function: Any) -> list[Any]:
         calls = [worker.__ray_call__.remote(function) for worker in self._cluster.workers]

@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 from rose.errors import ConfigError
+from rose.frameworks import PushReport
+from rose.types import EngineId, WeightVersion
 
 from helpers import worker_config
 from rose_roll import RoseAgenticTrainWorker
-from rose_roll.shards import is_front
+from rose_roll.shards import is_front, push_metrics
 
 pytestmark = pytest.mark.doubles
 
@@ -82,6 +84,18 @@ def test_rolls_own_engines_are_updated_as_well(fronts: Any, model: torch.nn.Modu
     metrics = worker.start_model_update(model_update_name="a_2_b").meta_info["metrics"]
     assert metrics["own"] == 1.0
     assert metrics["rose/version"] == 0
+
+
+def test_metrics_survive_rolls_mean_over_the_ranks() -> None:
+    """ROLL asks every rank for the first rank's names."""
+    version, error = WeightVersion("r", 3), RuntimeError("full")
+    sync = SimpleNamespace(errors={EngineId("e1"): error, EngineId("e2"): error})
+    zero = PushReport(publish=SimpleNamespace(version=version), sync=sync)  # type: ignore[arg-type]
+    others = [PushReport(publish=SimpleNamespace(version=version)) for _ in range(3)]  # type: ignore[arg-type]
+    ranks = [push_metrics(report, seconds=1.0, num_ranks=4) for report in (zero, *others)]
+    means = {name: sum(one[name] for one in ranks) / 4 for name in ranks[0]}
+    assert means["rose/num_engines_failed"] == 2
+    assert means["rose/version"] == 3
 
 
 def test_a_front_is_told_from_an_engine_of_rolls() -> None:

@@ -87,15 +87,21 @@ class PublishesShards:
         else:
             report = push.push()
         worker.logger.info("weights %s are published; %d engines are without them", report.version, len(report.errors))
-        return metrics | push_metrics(report, seconds=time.monotonic() - started_s)
+        seconds = time.monotonic() - started_s
+        return metrics | push_metrics(report, seconds=seconds, num_ranks=worker.world_size)
 
 
-def push_metrics(report: PushReport, *, seconds: float) -> dict[str, float]:
-    """Return a push's figures under ROLL's names of metrics."""
-    metrics = {"time/rose/publish": seconds, "rose/version": float(report.version.n)}
-    if report.sync is not None:
-        metrics["rose/num_engines_failed"] = float(len(report.errors))
-    return metrics
+def push_metrics(report: PushReport, *, seconds: float, num_ranks: int) -> dict[str, float]:
+    """Return a push's figures under ROLL's names of metrics, the same names on every rank.
+
+    ROLL takes the mean over the ranks, and rank 0 alone knows what became of the engines: it says ``num_ranks`` times as much.
+    """
+    return {
+        "time/rose/publish": seconds,
+        "rose/version": float(report.version.n),
+        "rose/num_engines_failed": float(len(report.errors) * num_ranks),
+        "rose/has_sync_problem": float(num_ranks if report.problem else 0),
+    }
 
 
 def is_front(worker_config: Any) -> bool:

@@ -33,7 +33,7 @@ def _complete(cls: Any) -> None:
     cls.ray_device_key = "rolldevice"
     cls.device_control_env_var = "ROLLDEVICE_VISIBLE"
     cls.ray_experimental_noset = "ROLLDEVICE_NOSET"
-    cls.device_count = classmethod(lambda _: 2)
+    cls.device_count = classmethod(lambda _: 4)
     cls.current_device = classmethod(lambda _: "cpu")
     for name in (
         "reset_max_memory_allocated",
