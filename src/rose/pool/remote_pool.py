@@ -107,11 +107,11 @@ class RemotePool:
         call = self._calls[turn_id] = RemoteCall.of(turn_id, turn, waiter)
         self._has_calls.set()
         try:
-            ahead_at = await self._begin_ahead(call)
+            await self._begin_ahead(call)
             for delivered in list(self._unreported):  # a trajectory's next turn comes after the report of its last
                 await self._report(delivered)
-            await self._link.send(direct.submit_to_wire(turn_id, turn, ahead_at))
-            if ahead_at is None:
+            await self._link.send(direct.submit_to_wire(turn_id, turn, call.ahead))
+            if call.start is None:
                 engine_wire.PREPARED.prepare(turn.prompt_ids)  # while the pool decides
             return await waiter
         except BaseException as error:
@@ -224,6 +224,7 @@ class RemotePool:
                 call.stop()
 
     def _begin(self, call: RemoteCall, start: direct.Start) -> None:
+        self._head_starts.hear(start)
         is_known = call.is_making(start)
         if call.is_ahead:
             self._head_starts.judge(is_hit=is_known)
@@ -238,16 +239,14 @@ class RemotePool:
         elif call.end is not None or call.record.token_ids:
             self._spawn(self._tell(call))
 
-    async def _begin_ahead(self, call: RemoteCall) -> EngineId | None:
-        """Begin a turn before the pool has answered, if that is likely to be right; returns at which engine."""
+    async def _begin_ahead(self, call: RemoteCall) -> None:
+        """Begin a turn before the pool has answered, if that is likely to be right."""
         turn = call.record.turn
         start = self._head_starts.guess(call.turn_id, turn) if self._link.is_open else None
         request = None if start is None else call.begin(start)
-        if start is None or request is None:
-            return None
-        call.task = self._spawn(self._stream(call, start, request))
-        await asyncio.sleep(0)  # the engine hears of it first
-        return EngineId(start.engine_id)
+        if start is not None and request is not None:
+            call.task = self._spawn(self._stream(call, start, request))
+            await asyncio.sleep(0)  # the engine hears of it first
 
     async def _stream(self, call: RemoteCall, start: direct.Start, request: EngineRequest) -> None:
         """Stream one attempt."""
@@ -268,7 +267,7 @@ class RemotePool:
     async def _tell(self, call: RemoteCall) -> None:
         """Give the caller the result if it is there, then the pool the news."""
         if call.deliver() and call.start is not None:
-            self._head_starts.note(call.record.turn.trajectory_id, call.start)
+            self._head_starts.note(call.record.turn.trajectory_id, call.start.engine_id)
             self._unreported.add(call)
             await asyncio.sleep(0)  # the caller goes first
         await self._report(call)
@@ -297,7 +296,7 @@ class RemotePool:
         calls = list(self._calls.values())
         await self._link.send([direct.TURNS, [call.turn_id for call in calls]])
         for call in calls:
-            await self._link.send(direct.submit_to_wire(call.turn_id, call.record.turn))
+            await self._link.send(direct.submit_to_wire(call.turn_id, call.record.turn, call.ahead))
 
     def _fail_all(self, error: RoseError) -> None:
         self._refused = error

@@ -59,6 +59,14 @@ class RemoteCall:
         """Whether the attempt is a head start that the pool did not take over yet."""
         return self.start is not None and self.start.attempt == direct.AHEAD
 
+    @property
+    def ahead(self) -> direct.Ahead | None:
+        """Return the head start that the pool did not take over yet, ``None`` where there is none."""
+        one = self.start
+        if one is None or not self.is_ahead:
+            return None
+        return direct.Ahead(engine_id=EngineId(one.engine_id), version=one.version)
+
     def is_making(self, start: direct.Start) -> bool:
         """Tell whether an attempt is the one under way: by its request, since numbers begin anew with a pool that was started anew."""
         one = self.start
