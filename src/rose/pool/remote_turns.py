@@ -133,7 +133,7 @@ class RemoteCall:
         hop = Hop(
             engine_id=EngineId(start.engine_id),
             reason=start.reason,
-            num_tokens=len(self.record.token_ids) - start.num_kept,
+            num_tokens=len(self.record.token_ids) - sum(hop.num_tokens for hop in self.record.hops),
             ended=HopEnd.FINISHED,
         )
         self.record.hops.append(hop)
