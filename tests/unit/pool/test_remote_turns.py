@@ -127,7 +127,9 @@ def test_an_attempt_that_is_told_again_counts_from_its_beginning() -> None:
     one.begin(start(2, num_kept=2, hops=(MOVED,)))
     one.record.token_ids[:], one.record.logprobs[:] = [5, 6], [-0.5, -0.5]
     one.take(chunk(7))
-    assert one.begin(start(2, num_kept=3, hops=(MOVED,))) is None  # after another connection; the pool has one of its tokens
+    assert (
+        one.begin(start(2, num_kept=3, hops=(MOVED,))) is None
+    )  # after another connection; the pool has one of its tokens
     one.take(chunk(8, end=FinishReason.STOP))
     assert one.deliver()
     assert [hop.num_tokens for hop in one.waiter.result().hops] == [2, 2]
