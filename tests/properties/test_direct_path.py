@@ -172,6 +172,7 @@ class _World:
 
     async def give_up(self) -> None:
         """Let the pool give the client up, which comes back as a new one."""
+        self.session.socket = None
         self.session.end()
         self.session = Session(self.pool, {}, self._spawn)
         self.is_counted = False
@@ -344,6 +345,28 @@ def test_every_call_ends_once_and_leaves_nothing(rounds: list[tuple[list[Any], l
             for step in history:
                 await getattr(world, step[0])(*step[1:])
                 await world.clock.advance(0.0)
+            await world.end()
+        world.check()
+
+    asyncio.run(play())
+
+
+def test_a_request_of_a_session_that_was_given_up_does_not_begin() -> None:
+    async def play() -> None:
+        world = _World()
+        async with world.opened():
+            await world.submit(0, 30, AnyVersion())
+            await world.delay(3 * TOKEN_S)
+            await world.hear_at_client(1)
+            await world.clock.advance(0.0)
+            await world.hear_at_pool(9)
+            await world.clock.advance(0.0)
+            assert [message[0] for message in world.wire.to_client] == [direct.START]
+            await world.hear_at_client(1)
+            await world.give_up()
+            await world.hear_at_client(1)  # that it is another session; where the turn goes on is not known yet
+            await world.wait(6)
+            assert not any(engine.num_in_flight for engine in world.engines)
             await world.end()
         world.check()
 

@@ -82,6 +82,7 @@ class RemotePool:
             reconnect_s=reconnect_s,
         )
         self._head_starts = HeadStarts(max_trajectories=_MAX_TRAJECTORIES if has_head_starts else 0)
+        self._last_prefix: str | None = None
         self._calls: dict[str, RemoteCall] = {}
         self._unreported: set[RemoteCall] = set()
         self._numbers = itertools.count()
@@ -206,7 +207,7 @@ class RemotePool:
 
     def _hear(self, message: list[Any]) -> None:
         if message[0] == direct.SESSION:
-            self._head_starts.prefix = message[1]
+            self._meet(message[1])
             return
         call = self._calls.get(message[1])
         if call is None:
@@ -222,6 +223,13 @@ class RemotePool:
                 call.drop_ahead()
             else:
                 call.stop()
+
+    def _meet(self, prefix: str) -> None:
+        """Take up with a session; another one than before begins all turns anew, so what they have under way is nobody's any more."""
+        if prefix != self._last_prefix:
+            for call in self._calls.values():
+                call.stop()
+        self._head_starts.prefix = self._last_prefix = prefix
 
     def _begin(self, call: RemoteCall, start: direct.Start) -> None:
         self._head_starts.hear(start)
