@@ -300,6 +300,7 @@ class PoolState:
             number=number,
             last_progress_s=now_s,
             assigned_s=now_s,
+            version=member.version,
         )
         record.attempt = self._open[number] = attempt
         self.engines.hold(member, attempt, now_s)

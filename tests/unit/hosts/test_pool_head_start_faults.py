@@ -104,3 +104,16 @@ async def test_a_head_start_is_not_taken_over_once_the_weights_are_newer() -> No
         late.set()
         assert {span.version for span in (await task).versions} == {V4}
         await until(lambda: not server.engine.num_in_flight and not pool.snapshot().num_live_turns)
+
+
+async def test_a_barrier_waits_for_tokens_that_a_client_has_not_reported_yet() -> None:
+    async with direct_pool(1, weight_version=V3, token_s=0.01) as (pool, url, servers), RemotePool(url) as remote:
+        task = asyncio.create_task(remote.generate(turn("t0", max_tokens=80)))
+        await until(lambda: any(call.record.token_ids for call in remote._calls.values()))
+        await pool.sync_weights(FakeUpdateSource(run="r", version=V4))
+        (record,) = pool._driver._state.live.values()
+        assert not record.spans, "nothing was reported yet"
+        await pool.barrier(V4, timeout_s=10.0)
+        assert not pool.snapshot().num_live_turns
+        assert [span.version for span in (await task).versions] == [V3, V4]
+        assert not servers[0].engine.num_in_flight
