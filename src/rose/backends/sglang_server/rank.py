@@ -16,20 +16,8 @@ from typing import Any
 
 import attrs
 
-from rose.backends.torch_weights.checkpoint_files import find_tensors
-from rose.backends.torch_weights.loaded_bits import check_loaded_bits
-from rose.backends.torch_weights.sink import ParameterSink
-from rose.backends.torch_weights.slices import SlicePlan, as_meta
-from rose.errors import (
-    EngineBusyError,
-    EngineFencedError,
-    EngineUnsupportedError,
-    RoseError,
-    TransferError,
-    VersionConflictError,
-)
-from rose.transfer.layout import TargetLayout
-from rose.transfer.subscriber import Subscriber
+from rose.backends.torch_weights.live_model import LiveModel
+from rose.errors import EngineBusyError, EngineUnsupportedError, TransferError, VersionConflictError
 from rose.transfer.sums import sink_sums
 from rose.types import Activation, WeightUpdate, WeightVersion
 
@@ -55,13 +43,6 @@ class RankModel:
     problem: str | None = None
 
 
-@attrs.frozen(kw_only=True, eq=False)
-class _Opened:
-    sink: ParameterSink
-    subscriber: Subscriber
-    aliases: dict[str, str]
-
-
 class RankWeights:
     """See the module's text. Call it from the rank's own loop only.
 
@@ -73,7 +54,7 @@ class RankWeights:
         self._model = model
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rose-stage")
         self._job: Future[Any] | None = None
-        self._opened: _Opened | None = None
+        self._opened: LiveModel | None = None
         self._staged: WeightVersion | None = None
 
     @property
@@ -84,12 +65,12 @@ class RankWeights:
     @property
     def is_fenced(self) -> bool:
         """Return whether the live weights are not known to be any version."""
-        return self._opened is not None and self._opened.subscriber.is_fenced
+        return self._opened is not None and self._opened.is_fenced
 
     @property
     def version(self) -> WeightVersion | None:
         """Return the version of the live weights, ``None`` when they are no published one."""
-        return None if self._opened is None else self._opened.subscriber.version
+        return None if self._opened is None else self._opened.version
 
     def open(self, version: str | None) -> None:
         """Trace the model's loader and compare live weights with the checkpoint; a later call changes nothing.
@@ -106,16 +87,13 @@ class RankWeights:
         model = self._model
         if model.problem is not None:
             raise EngineUnsupportedError(model.problem)
-        label = None if version is None else WeightVersion.parse(version)
-        checkpoint = model.find_checkpoint()
-        stored = find_tensors(checkpoint)
-        plan = SlicePlan.trace(model.module, as_meta(stored))
-        if model.is_from_checkpoint:
-            check_loaded_bits(plan, stored, checkpoint)
-        sink = ParameterSink.over(plan)
-        aliases = _tied_names(sink) if model.is_tied else {}
-        subscriber = Subscriber(sink, aliases=aliases, version=label)
-        self._opened = _Opened(sink=sink, subscriber=subscriber, aliases=aliases)
+        self._opened = LiveModel.open(
+            model.module,
+            model.find_checkpoint(),
+            is_tied=model.is_tied,
+            is_from_checkpoint=model.is_from_checkpoint,
+            version=version,
+        )
 
     def close(self) -> None:
         """Forget what ``open`` found."""
@@ -161,11 +139,15 @@ class RankWeights:
 
     def drop(self) -> None:
         """Forget the staged update, if any; one that is being staged ends by itself and is forgotten as well."""
-        self._staged = None
         subscriber = self._open.subscriber
+
+        def forget() -> None:
+            subscriber.drop_staged()
+            self._staged = None
+
+        forget()
         if self._job is not None and not self._job.done():
-            self._begin(subscriber.drop_staged)
-        subscriber.drop_staged()
+            self._begin(forget)  # behind the stage that runs, which says at its end what it has staged
 
     def check_ready(self, target: str | None) -> str:
         """Return the version that ``activate`` would lead to.
@@ -195,15 +177,7 @@ class RankWeights:
     def activate(self, *, is_verified: bool) -> Activation:
         """Write the staged update. Raises what ``Subscriber.activate`` raises; ``is_fenced`` says what state is left."""
         self._staged = None
-        try:
-            return self._open.subscriber.activate(verify=is_verified)
-        except RoseError:
-            raise
-        except Exception as error:
-            if not self.is_fenced:
-                raise
-            message = f"the update failed while it was written: {error!r}"
-            raise EngineFencedError(message) from error
+        return self._open.activate(is_verified=is_verified)
 
     def fence(self) -> None:
         """Let the weights count as lost: only an anchor brings them to a version again. A no-op before ``open``."""
@@ -222,16 +196,10 @@ class RankWeights:
 
     def target_layout(self) -> dict[str, Any]:
         """Return this rank's part of the engine's ``TargetLayout`` as plain data."""
-        opened = self._open
-        return TargetLayout(
-            layout_id=self._model.layout_id,
-            tensors=tuple(opened.sink.tensors().values()),
-            ranks=({name: tuple(boxes) for name, boxes in opened.sink.boxes().items()},),
-            aliases=opened.aliases,
-        ).to_json()
+        return self._open.layout(self._model.layout_id).to_json()
 
     @property
-    def _open(self) -> _Opened:
+    def _open(self) -> LiveModel:
         if self._opened is None:
             message = "weight updates were not begun on this engine; call begin first"
             raise TransferError(message)
@@ -241,10 +209,3 @@ class RankWeights:
         if self._job is not None:
             self._job.cancel()
         self._job = self._thread.submit(work)
-
-
-def _tied_names(sink: ParameterSink) -> dict[str, str]:
-    """Return alias -> the name that it loads from, for a model that ties its embeddings."""
-    names = sink.tensors()
-    embedding = next((name for name in names if name.endswith("embed_tokens.weight")), None)
-    return {} if embedding is None or "lm_head.weight" in names else {"lm_head.weight": embedding}

@@ -26,8 +26,9 @@ from typing import Any
 
 import attrs
 
+from rose.backends.answers import EVICTED, REFUSED
 from rose.backends.sglang_server.agreement import Ranks, Word
-from rose.backends.sglang_server.endings import EVICTED, REFUSED, SglangCalls, aborts, end_aborted, end_requests
+from rose.backends.sglang_server.endings import SglangCalls, aborts, end_aborted, end_requests
 from rose.backends.sglang_server.inputs import InputWatch, is_prompt
 from rose.backends.sglang_server.kv_reserve import KvReserve
 from rose.backends.sglang_server.steps import SglangSteps, longest_tokens, running, waiting

@@ -30,12 +30,12 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreReques
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import Request, RequestStatus
 
+from rose.backends.answers import EVICTED, REFUSED
 from rose.backends.cuda import LimitedBlocks
 from rose.backends.step_settings import read_settings
 from rose.backends.vllm.kv_blocks import HeldBlocks, HoldPages
 from rose.backends.vllm.lifeline import tie_to_parent
 from rose.backends.vllm.steps import open_control
-from rose.backends.vllm.streams import EVICTED, REFUSED
 from rose.policies.memory import Admission, KvHolder, admits, choose_victims
 
 IDLE_POLL_S = 0.05

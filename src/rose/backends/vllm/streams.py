@@ -7,16 +7,9 @@ from typing import Any
 
 import attrs
 
+from rose.backends.answers import FINISH_REASONS, own_ending
 from rose.errors import EngineBusyError, EngineError, RequestRefusedError
 from rose.types import EngineRequest, FinishReason, Sampling, TokenChunk, WeightVersion
-
-EVICTED = "rose:evicted"
-"""The ``stop_reason`` under which ``RoseScheduler`` ends a request whose KV memory was taken back."""
-
-REFUSED = "rose:refused"
-"""The ``stop_reason`` under which it ends a request that the device's memory can never hold."""
-
-_FINISH_REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORTED}
 
 
 @attrs.frozen(kw_only=True)
@@ -140,15 +133,9 @@ def parse_label(label: str | None) -> WeightVersion | None:
 
 
 def _finish_reason(output: Any, completion: Any) -> FinishReason:
-    if completion.stop_reason == EVICTED:
-        return FinishReason.EVICTED
-    if completion.stop_reason == REFUSED:
-        message = (
-            f"request {output.request_id} needs more KV memory than its device can ever give; ask for fewer tokens"
-        )
-        raise RequestRefusedError(message)
+    own = own_ending(completion.stop_reason, f"request {output.request_id}")
     try:
-        return _FINISH_REASONS[completion.finish_reason]
+        return own or FINISH_REASONS[completion.finish_reason]
     except KeyError:
         message = f"vLLM ended request {output.request_id} with {completion.finish_reason!r}; see the engine's log"
         raise EngineError(message) from None

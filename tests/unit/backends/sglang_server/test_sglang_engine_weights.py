@@ -18,7 +18,9 @@ from sglang_ranks import RUN, Ranks, bits_of
 
 from rose.backends.sglang_server.weights import FENCED
 from rose.backends.wire import update_to_wire
+from rose.errors import TransferError
 from rose.transfer.relay import read_manifest
+from rose.types import WeightUpdate
 
 
 @pytest.fixture(params=[1, 2], ids=["tp1", "tp2"])
@@ -112,6 +114,29 @@ def test_nothing_is_written_when_one_rank_is_not_ready(two: Ranks) -> None:
     stage(two)
     two.ask("activate")
     assert two.holds_the_trainers_bits()
+
+
+def test_a_stage_that_runs_is_forgotten_when_it_is_dropped(two: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says at its end what it has staged; the drop comes behind that."""
+    begun(two)
+    two.publish()
+    may_go, rank = threading.Event(), two.ranks[0]
+    opened = rank._open
+    stage_now = opened.subscriber.stage
+
+    def slow(update: WeightUpdate) -> None:
+        may_go.wait(10.0)
+        stage_now(update)
+
+    monkeypatch.setattr(opened.subscriber, "stage", slow)
+    rank.begin_stage(two.update())
+    rank.drop()
+    may_go.set()
+    while not rank.poll()["is_done"]:
+        time.sleep(0.001)
+    assert rank.state()["staged"] is None
+    with pytest.raises(TransferError, match="call stage first"):
+        rank.check_ready(None)
 
 
 def test_nothing_is_written_when_ranks_staged_different_versions(two: Ranks) -> None:

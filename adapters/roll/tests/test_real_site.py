@@ -1,0 +1,256 @@
+"""ROLL's environments and its FSDP2 learner on a real pool: two vLLM engines of its own, one borrowed.
+
+In the order of the file, over one site: what one test breaks the next one finds mended.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from rose.testing import PoolSite
+
+from helpers import SETTINGS
+
+pytestmark = [pytest.mark.real, pytest.mark.engine, pytest.mark.timeout(900)]
+NUM_ENVS, MAX_TURNS, LENGTH = 4, 2, 896
+MEAN_DIFF = 1e-4  # engines and learner are float32
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from real_tools import make_policy
+
+    return make_policy(tmp_path_factory.mktemp("policy"))
+
+
+@pytest.fixture(scope="module")
+def site(model: Path) -> Iterator[PoolSite]:
+    with PoolSite.start(model, dedicated=2, borrowed=1, dtype="float32", max_len=LENGTH + 64, stall_s=10.0) as site:
+        yield site
+
+
+@pytest.fixture(scope="module")
+def ray_cluster(model: Path) -> Iterator[None]:
+    import ray
+
+    from real_tools import start_ray
+
+    start_ray()
+    yield
+    ray.shutdown()
+
+
+class Environments:
+    """ROLL's environments as its scheduler runs them: a thread each, one group queue, FrozenLake."""
+
+    def __init__(self, url: str, model: Path, router: Any, *, max_new_tokens: int) -> None:
+        import ray
+        import roll.pipeline.agentic.env  # noqa: F401 - registers FrozenLake
+        from omegaconf import OmegaConf
+        from roll.distributed.scheduler.rollout_scheduler import GroupQueueManager
+        from transformers import AutoTokenizer
+
+        from rose_roll import RoseTrajEnvManager
+
+        self.ray, self.tokenizer = ray, AutoTokenizer.from_pretrained(model)
+        tag = {"env_type": "frozen_lake", "tag": "FL", "max_steps": MAX_TURNS, "max_tokens_per_step": max_new_tokens}
+        lake = {"size": 3, "max_steps": MAX_TURNS, "is_slippery": False}
+        envs = {
+            number: OmegaConf.create(
+                {**tag, "config": lake, "group_id": number // 2, "env_id": number, "group_seed": number // 2}
+            )
+            for number in range(NUM_ENVS)
+        }
+        settings = {**SETTINGS, "max_new_tokens": max_new_tokens}
+        proxy = SimpleNamespace(proxy_type="rose", proxy_config={"pool": url, "poll_s": 0.1, "deadline_s": 120.0})
+        worker = {
+            "group_size": 2,
+            "group_size_redundancy": 0,
+            "max_traj_per_env": 1,
+            "group_filter_cls": "real_tools.KeepAll",
+            "env_configs": {0: envs},
+            "llm_proxy": proxy,
+        }
+        arguments = SimpleNamespace(max_new_tokens=max_new_tokens, to_dict=lambda: dict(settings))
+        monitor = SimpleNamespace(enable=False, monitor_interval=60, hung_timeout=3600)
+        queue = SimpleNamespace(async_generation_ratio=1, rollout_batch_size=NUM_ENVS, env_monitor=monitor)
+        templates = {"FL": {"agent_system_template": "play.", "agent_template": "{observation} left {actions_left}"}}
+        pipeline = SimpleNamespace(
+            custom_envs=templates, sequence_length=LENGTH, skip_mock_system_prompt=True, system_envs={}
+        )
+        self.queue = GroupQueueManager.options(max_concurrency=16).remote(queue, SimpleNamespace(**worker), "train")
+        self.managers = [
+            RoseTrajEnvManager(
+                worker_config=SimpleNamespace(**worker, generating_args=arguments),
+                pipeline_config=pipeline,
+                env_config=config,
+                tokenizer=self.tokenizer,
+                generate_scheduler=router,
+                output_queue=self.queue,
+                thread_lock=threading.Lock(),
+            )
+            for config in envs.values()
+        ]
+        self.errors: list[BaseException] = []
+        self._threads = [threading.Thread(target=self._play, args=(one,), daemon=True) for one in self.managers]
+        self._is_started = False
+
+    def batch(self, step: int, meanwhile: Callable[[], None] = lambda: None) -> Any:
+        """Return a step's batch; ``meanwhile`` happens while it is made."""
+        from roll.distributed.scheduler.protocol import DataProto
+
+        for manager in self.managers:
+            manager.update_step(step)
+        self.ray.get(self.queue.advance_step.remote(step))
+        if not self._is_started:
+            self._is_started = True
+            for thread in self._threads:
+                thread.start()
+        wanted = self.queue.get_batch.remote(NUM_ENVS, step)
+        time.sleep(0.3)
+        meanwhile()
+        ready, _ = self.ray.wait([wanted], timeout=180)
+        assert not self.errors, self.errors
+        assert ready, "no batch came"
+        return DataProto.concat(self.ray.get(wanted))
+
+    def close(self) -> None:
+        for manager in self.managers:
+            manager.stop()
+        self.ray.get(self.queue.shutdown.remote())
+        for thread in self._threads:
+            thread.join(60)
+
+    def _play(self, manager: Any) -> None:
+        from roll.distributed.scheduler.protocol import DataProto
+
+        try:
+            manager.run_rollout_loop(DataProto(meta_info={"seed": 1}))
+        except BaseException as error:  # noqa: BLE001 - a thread's root; the test reads it
+            self.errors.append(error)
+
+
+def check_batch(batch: Any) -> None:
+    """Check what ROLL trains on: every response token has a log-prob, nothing else has one."""
+    tensors = batch.batch
+    assert tensors["input_ids"].shape == tensors["scores"].shape == (NUM_ENVS, LENGTH)
+    assert (tensors["input_ids"].dtype, tensors["scores"].dtype) == (torch.int64, torch.float32)
+    assert (tensors["response_mask"].dtype, tensors["prompt_mask"].dtype) == (torch.bool, torch.bool)
+    assert tensors["infer_logprobs"].shape == (NUM_ENVS, LENGTH - 1)
+    assert tensors["infer_logprobs"].dtype == torch.float32
+    drawn = tensors["response_mask"][:, 1:]
+    assert (tensors["infer_logprobs"][~drawn] == 0).all()
+    assert (tensors["infer_logprobs"][drawn] < 0).float().mean() > 0.95
+    for row, spans in enumerate(batch.non_tensor_batch["rose_spans"]):
+        covered = torch.zeros(LENGTH, dtype=torch.bool)
+        for span in spans:
+            covered[span["start"] : span["end"]] = True
+        assert not spans or torch.equal(covered, tensors["response_mask"][row]), "spans cover what was drawn"
+
+
+def test_weights_of_two_ranks_reach_every_engine_bit_equal(site: PoolSite, model: Path, ray_cluster: None) -> None:
+    """ROLL's own FSDP2 workers over gloo, of two ranks; its fronts are no target of a broadcast."""
+    from real_weights import Learner
+
+    learner = Learner(site.url, model, num_ranks=2)
+    for step in range(3):
+        metrics = learner.update()
+        assert metrics["rose/version"] == step
+        assert metrics["rose/num_engines_failed"] == 0
+        expected = site.expected()
+        wait_for(lambda: all(engine["state"] == "ready" for engine in site.status()["engines"].values()))
+        for engine in site.engines:
+            assert site.sums(engine) == expected, (step, engine)
+        assert learner.digest() == expected, "what was published is what the ranks hold"
+        learner.change()
+    learner.close()
+
+
+def test_environments_play_on_real_engines(site: PoolSite, model: Path, ray_cluster: None) -> None:
+    """Four threads of ROLL's, one engine killed in mid-turn, the borrowed one taken back and lent again."""
+    from test_real_router import make_router
+
+    router = make_router(model, [], NUM_ENVS)
+    environments = Environments(site.url, model, router, max_new_tokens=48)
+    import ray
+
+    try:
+        check_batch(environments.batch(0))
+        check_batch(environments.batch(1, lambda: site.kill("own0")))
+        check_batch(environments.batch(2, lambda: site.lend(on=False)))
+        check_batch(environments.batch(3, lambda: site.lend(on=True)))
+
+        def suspend() -> None:
+            ray.get([router.suspend.remote(), router.abort_all.remote()])
+            ray.get(router.wait_complete.remote(), timeout=60)
+            time.sleep(0.5)
+            ray.get(router.resume.remote())
+
+        batch = environments.batch(4, suspend)
+        check_batch(batch)
+        resumed = [one.llm_proxy for one in environments.managers]
+        assert len(resumed) == NUM_ENVS
+        wait_for(lambda: sum(one["state"] == "ready" for one in site.status()["engines"].values()) >= 2)
+    finally:
+        environments.close()
+    assert not environments.errors
+
+
+def test_greedy_tokens_are_those_of_hugging_face(site: PoolSite, model: Path, ray_cluster: None) -> None:
+    """The engines hold what the learner published: their greedy answer is the model's own, their log-probs its log-probs."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from helpers import make_proxy, prompt
+    from real_weights import Learner
+
+    learner = Learner(site.url, model, num_ranks=1)
+    learner.change()
+    learner.update()
+    learner.close()
+    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    reference.load_state_dict(learner.weights(), strict=False)
+    proxy = make_proxy(site.url, AutoTokenizer.from_pretrained(model))
+    proxy.begin_step(0)
+    ids = [10, 20, 30, 40]
+    output = proxy.generate([], prompt(ids), {**SETTINGS, "temperature": 0.0, "max_new_tokens": 24})
+    answer = output.batch["responses"][0].tolist()
+    with torch.no_grad():
+        logits = reference(torch.tensor([ids + answer])).logits[0, len(ids) - 1 : -1].float()
+    assert logits.argmax(-1).tolist() == answer
+    logprobs = logits.log_softmax(-1).gather(1, torch.tensor(answer)[:, None])[:, 0]
+    ours = output.batch["infer_logprobs"][0, len(ids) - 1 : len(ids) - 1 + len(answer)]
+    assert (ours - logprobs).abs().max() < 1e-3
+
+
+@pytest.mark.parametrize("ratio", [0, 1])
+def test_the_whole_pipeline_trains(site: PoolSite, model: Path, ratio: int) -> None:
+    """ROLL's agentic pipeline, sync and async, in a process and a cluster of its own: it ends by itself, and has learned from real tokens."""
+    from real_pipeline import read_steps
+
+    script = Path(__file__).with_name("real_pipeline.py")
+    command = [sys.executable, str(script), site.url, str(model), "2", "--async-ratio", str(ratio)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=dict(os.environ), check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    steps = read_steps(done.stdout)
+    assert len(steps) == 2
+    assert steps[1]["rose/version"] == steps[0]["rose/version"] + 1
+    assert all(one["rose/num_engines_failed"] == 0 for one in steps)
+    assert all(one["actor_train/grad_norm"] > 0 for one in steps)
+    assert all(abs(one["actor/train_infer_diff_token_mean"]) < MEAN_DIFF for one in steps)
+
+
+def wait_for(holds: Callable[[], bool], timeout_s: float = 120.0) -> None:
+    ends_s = time.monotonic() + timeout_s
+    while not holds():
+        assert time.monotonic() < ends_s, "it did not come to that"
+        time.sleep(0.5)

@@ -1,0 +1,144 @@
+"""The README's five minutes, by its own words: the pool of its ``job.toml``, then its trainer's command."""
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import threading
+from pathlib import Path
+
+import pytest
+
+import evidence
+import jobs
+import tiny
+from rose.testing.pool_site.client import engine_environment, engine_python
+
+README = Path(__file__).parents[1] / "README.md"
+
+
+def blocks(language):
+    return re.findall(rf"```{language}\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
+
+
+def command(start):
+    """The words of the README's command that begins so."""
+    (block,) = [one for one in blocks("bash") if one.lstrip().startswith(start)]
+    return shlex.split(block, comments=True)
+
+
+@pytest.fixture
+def pool(tmp_path):
+    """``rose pool job.toml``, in the engines' environment; only sizes are of this machine."""
+    (text,) = blocks("toml")
+    own = text.replace(
+        "max_num_seqs = 64", 'max_num_seqs = 8, kv_cache_bytes = 33554432, dtype = "float32", max_model_len = 256'
+    )
+    (tmp_path / "job.toml").write_text(own)
+    words = command("rose pool")
+    assert words == ["rose", "pool", "job.toml"]
+    with (tmp_path / "pool.log").open("w") as log:
+        process = subprocess.Popen(
+            [str(engine_python()), "-m", "rose.cli.main", *words[1:]],
+            cwd=tmp_path,
+            env=engine_environment(os.environ, {"TORCHDYNAMO_DISABLE": "1"}),
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            start_new_session=True,
+        )
+        killer = threading.Timer(300, process.kill)
+        killer.start()
+        try:
+            line = process.stdout.readline()
+            assert line, (tmp_path / "pool.log").read_text()[-3000:]
+            yield json.loads(line)
+        finally:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(60)
+            finally:
+                killer.cancel()
+
+
+@pytest.mark.job
+def test_the_five_minutes(tmp_path, request):
+    tiny.make_policy(tmp_path / "policy")
+    tiny.make_task(tmp_path / "data")
+    request.getfixturevalue("pool")
+    words = command("python -m verl.trainer.main_ppo")
+    assert words[:3] == ["python", "-m", "verl.trainer.main_ppo"]
+    arguments = [one for one in words[3:] if one.strip()]
+    separate = [one for one in command("trainer.v1.trainer_mode=separate_async") if one.strip()]
+    machine = [one for one in jobs.cpu_overrides() if "actor.strategy" not in one]
+    toy = [
+        f"reward.custom_reward_function.path={jobs.HERE}/digits_reward.py",
+        "actor_rollout_ref.actor.use_kl_loss=False",
+    ]
+    later = [
+        "trainer.v1.separate_async.parameter_sync_step=1",
+        "trainer.val_before_train=False",
+        "trainer.test_freq=-1",
+    ]
+    witness = tmp_path / "witness"
+    witness.mkdir()
+    job = jobs.Job([*arguments, *separate, *later, *toy, *machine], jobs.environment(witness), tmp_path)
+    try:
+        assert job.end(300) == 0, job.tail()
+    finally:
+        (tmp_path / "job.log").write_text("\n".join(job.lines))
+    assert any("step 2 is version" in line for line in job.lines), job.tail()
+    found = evidence.samples(witness)
+    assert len(found) >= 2 * 8
+    for sample in found:
+        evidence.check_fields(sample, 24)
+
+
+@pytest.mark.parametrize("name", ["grpo.sh", "dapo.sh"])
+def test_the_examples_are_configurations_of_verl(name, tmp_path):
+    """Every key is one that veRL knows, and what it makes of them is what the adapter accepts."""
+    script = README.parent / "examples" / name
+    (tmp_path / "python").write_text(f'#!/bin/bash\nexec "{jobs.sys.executable}" "$@" --cfg job\n')
+    (tmp_path / "python").chmod(0o755)
+    env = jobs.environment(POOL="http://127.0.0.1:7100", MODEL="m", DATA="d", PATH=f"{tmp_path}:{os.environ['PATH']}")
+    done = subprocess.run(["bash", str(script)], env=env, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    from omegaconf import OmegaConf
+
+    from rose_verl.settings import Settings
+
+    rollout = OmegaConf.create(done.stdout[done.stdout.index("actor_rollout_ref:") :]).actor_rollout_ref.rollout
+    rollout.prompt_length = rollout.response_length = 8
+    settings = Settings.of(OmegaConf.to_container(OmegaConf.masked_copy(rollout, list(_SEEN))), {}, environ={})
+    assert settings.place.url == "http://127.0.0.1:7100"
+
+
+_SEEN = (
+    "engine_kwargs",
+    "top_k",
+    "top_p",
+    "temperature",
+    "prompt_length",
+    "response_length",
+    "dtype",
+    "checkpoint_engine",
+)
+
+
+def test_the_table_of_refusals_says_what_is_said():
+    """Each message of the README is one that the code has."""
+    sources = " ".join(path.read_text() for path in (README.parent / "src" / "rose_verl").glob("*.py"))
+    text = README.read_text(encoding="utf-8")
+    for told in (
+        "engines of a pool take whole weights, no adapters; set model.lora.merge=True",
+        "a turn of a pool is made of token ids alone",
+        "weights are gathered by the trainer",
+        "log-probs are then those of other weights unless the engines process them",
+        "engines that share their devices may answer the same request differently",
+        "a pool holds the policy's weights; run reward and teacher models with vllm or sglang",
+        "only rose reaches the engines of a pool",
+    ):
+        assert told in text, told
+        assert told in sources, told
