@@ -309,7 +309,7 @@ def test_nothing_is_left_of_a_site_that_is_closed(tmp_path: Path) -> None:
 def test_a_site_says_what_is_wrong_with_its_model(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
     with pytest.raises(EngineError, match="engine own0 did not start"):
-        PoolSite.start(tmp_path, dedicated=1, borrowed=0, python=sys.executable)
+        PoolSite.start(tmp_path, dedicated=1, borrowed=0, python=sys.executable, log=tmp_path / "site.log")
 
 
 def family(pid: int) -> tuple[list[ProcessName], list[Path]]:
