@@ -60,7 +60,7 @@ def make_model(path: Path) -> Path:
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=None,
-        initializer_range=0.1,
+        initializer_range=0.05,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)

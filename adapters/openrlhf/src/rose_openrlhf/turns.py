@@ -135,16 +135,15 @@ class TurnRunner:
         give_up_s = self.clock() + self.limits.retry_s
         for number in itertools.count():
             made = [token for part in parts for token in part.token_ids]
-            left = sampling.max_tokens - len(made)
-            if left <= 0:
+            if len(made) >= sampling.max_tokens:
                 return attrs.evolve(join(parts), finish_reason=FinishReason.LENGTH)
-            turn = self._turn(trajectory, prompt_ids + made, attrs.evolve(sampling, max_tokens=left))
+            turn = self._turn(trajectory, prompt_ids + made, _rest_of(sampling, len(made)))
             try:
                 return join([*parts, await self.generate(turn)])
             except RoseError as error:
                 if error.partial is not None:
                     parts.append(error.partial)
-                rest_s = min(_FIRST_REST_S * 2**number, _LONGEST_REST_S)
+                rest_s = min(_FIRST_REST_S * 2 ** min(number, 10), _LONGEST_REST_S)
                 if not is_passing(error) or self.clock() + rest_s > give_up_s:
                     raise TurnFailedError(_story(error, trajectory, number + 1), getattr(error, "hops", ())) from error
                 _logger.warning("turn of %s: %s; trying again in %.0f s", trajectory.trajectory_id, error, rest_s)
@@ -162,6 +161,12 @@ class TurnRunner:
             versions=versions,
             deadline_s=self.limits.deadline_s,
         )
+
+
+def _rest_of(sampling: Sampling, num_made: int) -> Sampling:
+    """Return what is left to draw; a seed moves on, as the pool moves it on between engines."""
+    seed = None if sampling.seed is None else sampling.seed + num_made
+    return attrs.evolve(sampling, max_tokens=sampling.max_tokens - num_made, seed=seed)
 
 
 def _is_barren(result: TurnResult, request: Request) -> bool:

@@ -36,6 +36,23 @@ def check_equal(site: PoolSite, weights: dict[str, Any], *engines: str) -> str:
     return version
 
 
+def plain_differences(batches: list[dict[str, Any]], model: str, weights: dict[str, Any]) -> Any:
+    """Return how far each sampled token's log-prob is from plain Hugging Face's in float32 on the weights that drew it."""
+    import numpy as np
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    plain.load_state_dict({name: value.float() for name, value in weights.items()}, strict=True)
+    parts = []
+    for one in batches:
+        with torch.no_grad():
+            logits = plain(one["sequences"], attention_mask=one["attention_mask"]).logits[:, :-1]
+        own = torch.log_softmax(logits, -1).gather(-1, one["sequences"][:, 1:, None])[..., 0]
+        parts.append((own - one["rollout_log_probs"])[one["action_mask"] == 1].abs().numpy())
+    return np.concatenate(parts)
+
+
 def log_prob_differences(batches: list[dict[str, Any]]) -> Any:
     """Return how far each sampled token's log-prob is from the trainer's own, computed anew on the same tokens."""
     import numpy as np

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engines import check_equal, log_prob_differences
+from engines import check_equal, log_prob_differences, plain_differences
 from harness import ADAPTER, SMALL, Run, make_prompts, readme_command
 from rose.testing import PoolSite
 
@@ -93,6 +93,15 @@ def test_log_probs_agree_with_the_trainers(run):
     assert len(differences) > 200
     assert differences.mean() < 5e-3
     assert np.quantile(differences, 0.99) < 3e-2
+
+
+def test_log_probs_are_those_of_the_weights_that_drew_the_tokens(run, model):
+    """In float32, where nothing is rounded away: step n was drawn from the weights of the sync before it."""
+    for step in range(1, STEPS):
+        batches = [one for one in run.experience() if one["step"] == step]
+        assert plain_differences(batches, model, run.weights(step - 1)).max() < 1e-3
+        if step > 1:  # and not from others
+            assert plain_differences(batches, model, run.weights(step - 2)).max() > 1e-2
 
 
 def test_samples_say_which_weights_made_them(run):

@@ -56,6 +56,12 @@ async def test_after_an_error_that_passes_the_tokens_are_kept_within_the_budget(
     assert trajectory.notes() == {"rose_version_min": 1.0, "rose_version_max": 2.0, "rose_hops": 0.0}
 
 
+async def test_a_seed_moves_on_with_the_tokens():
+    script = Script(failing(TransportError("away"), result("ab", FinishReason.ABORTED)), result("cd"))
+    await run(script, seed=5)
+    assert [turn.sampling.seed for turn in script.turns] == [5, 7]
+
+
 async def test_a_budget_that_an_error_left_nothing_of_ends_the_answer():
     script = Script(failing(NoEngineError("none"), result("ab", FinishReason.ABORTED)))
     made = await run(script, max_tokens=2)
