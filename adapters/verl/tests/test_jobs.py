@@ -30,7 +30,9 @@ def policy(tmp_path_factory):
 @pytest.fixture(scope="module")
 def site(policy, tmp_path_factory):
     folder = tmp_path_factory.mktemp("site")
-    with PoolSite.start(policy, dedicated=2, borrowed=1, max_len=256, max_seqs=3, stall_s=4.0, log=folder / "site.log") as found:
+    with PoolSite.start(
+        policy, dedicated=2, borrowed=1, max_len=256, max_seqs=3, stall_s=4.0, log=folder / "site.log"
+    ) as found:
         yield found
 
 
