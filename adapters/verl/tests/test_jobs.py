@@ -30,7 +30,9 @@ def policy(tmp_path_factory):
 @pytest.fixture(scope="module")
 def site(policy, tmp_path_factory):
     folder = tmp_path_factory.mktemp("site")
-    with PoolSite.start(policy, dedicated=2, borrowed=1, max_len=256, stall_s=4.0, log=folder / "site.log") as found:
+    with PoolSite.start(
+        policy, dedicated=2, borrowed=1, max_len=256, max_seqs=3, stall_s=4.0, log=folder / "site.log"
+    ) as found:
         yield found
 
 
@@ -150,8 +152,7 @@ def test_separate_async_over_two_turns_while_engines_fail_in_every_way(run, site
     site.fail_fast("own0", on=False)
     site.hang("own1")
     job.wait_for("step 2 is version", 120)
-    site.hang("own1", on=False)
-    site.fail_updates("gpu0")
+    site.fail_updates("gpu0")  # and own1 hangs on
     job.wait_for("step 3 is version", 120)
     site.fail_updates("gpu0", on=False)
     site.kill("own1")
@@ -175,7 +176,7 @@ def test_separate_async_over_two_turns_while_engines_fail_in_every_way(run, site
         assert 0 in sample.mask  # the observation between the turns
     assert evidence.check_logprobs(trained, policies, mean=1e-4, p99=1e-3)
     ends = {hop[3] for sample in trained for turn in sample.fields["rose_turns"] for hop in turn["hops"]}
-    assert ends & {"lost", "stalled", "refused"}, ends
+    assert {"lost", "stalled"} <= ends, ends
 
 
 def test_a_pool_that_is_not_there_ends_the_job_with_one_line(policy, task, tmp_path):

@@ -125,6 +125,17 @@ async def test_engines_that_miss_an_update_get_no_turns_of_the_step():
         assert {output.extra_fields["global_steps"] for output in outputs} == {8}
 
 
+async def test_a_turn_waits_for_the_newest_version_that_was_noted():
+    async with job(engine()) as board:
+        await turn(board, trajectory="warm")
+        await board._actor.note(1, 8)  # the trainer has pushed it; no engine has it yet
+        waiting = asyncio.ensure_future(turn(board))
+        await asyncio.sleep(0.3)
+        assert not waiting.done()
+        await board.push(8)
+        assert (await waiting).extra_fields["min_global_steps"] == 8
+
+
 async def test_a_dead_engine_costs_nothing():
     dying = engine("dying", faults=[Fault(kind=FaultKind.DIE, after_tokens=3)])
     async with job(dying, engine("well")) as board:

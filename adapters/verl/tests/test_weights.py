@@ -8,7 +8,7 @@ import torch
 import rose
 from here import Here
 from rose.backends.memory import MemoryTransport
-from rose.errors import ConfigError, LayoutMismatchError
+from rose.errors import ConfigError, LayoutMismatchError, TransferError
 from rose.frameworks import PoolPlace
 from rose.hosts.http.pool_service import PoolService, serve_pool
 from rose.pool.store_offer import StoreOffer
@@ -77,6 +77,14 @@ async def test_an_engine_that_does_not_take_weights_is_named_and_nothing_stops(c
     told = [(record.levelname, record.getMessage()) for record in caplog.records if record.name == "rose_verl"]
     assert any(level == "ERROR" and text.startswith("engine bad did not take") for level, text in told)
     assert any("gathered by the trainer" in text for _, text in told)
+
+
+async def test_first_weights_that_no_engine_takes_end_the_job():
+    bad = FakeEngine(engine_id=EngineId("bad"), faults=[Fault(kind=FaultKind.CORRUPT_UPDATE)])
+    async with job(bad) as (board, pusher):
+        with pytest.raises(TransferError, match=r"bad: .*rollout\.dtype"):
+            await pusher.push(iter(tensors(0).items()), 0, is_tied=False)
+        assert (await board.known()).newest is None
 
 
 async def test_tensors_that_change_their_shape_are_an_error_that_names_them():

@@ -18,69 +18,65 @@ from typing import Any
 from rose_verl.plugin import refuse_if_broken
 
 
-def make_engine_class(base: type) -> type:
-    """Return the checkpoint engine, as a subclass of veRL's.
+class Publishing:
+    """Publishes each trainer rank's own shards.
 
-    It is made when veRL's module has been imported, and then handed to its registry.
+    Args:
+        bucket_size: Of no meaning here: weights are read where they lie.
+        is_master: Whether this is the trainers' rank 0.
+        options: There are none; the pool is named where the rollout is.
+
+    Raises:
+        ConfigError: There are options, or the installation is broken.
     """
-    # A base known only when it runs: mypy cannot follow.
 
-    class RoseCheckpointEngine(base):  # type: ignore[misc]
-        """Publishes each trainer rank's own shards.
+    def __init__(self, bucket_size: int = 0, is_master: bool = False, **options: Any) -> None:  # noqa: FBT001, FBT002 - veRL's signature
+        refuse_if_broken()
+        refuse_options(options)
+        self.bucket_size, self.is_master = bucket_size, is_master
 
-        Args:
-            bucket_size: Of no meaning here: weights are read where they lie.
-            is_master: Whether this is the trainers' rank 0.
-            options: There are none; the pool is named where the rollout is.
+    def prepare(self) -> dict[str, Any]:
+        """Prepare nothing."""
+        return {}
+
+    @classmethod
+    def build_topology(
+        cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[dict[str, Any]]
+    ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
+        """Return no arguments for either side: they meet through the pool only."""
+        del actor_wg_world_size, rollout_world_size, metadata
+        return {}, {}
+
+    def init_process_group(self, **_: Any) -> None:
+        """Make no group."""
+
+    def finalize(self) -> None:
+        """Leave everything as it is for the next update."""
+
+    async def send_weights(self, weights: Any, global_steps: int | None = None) -> dict[str, float]:
+        """Publish this rank's weights; every trainer rank is called.
+
+        Returns:
+            Figures for veRL's log, on rank 0.
 
         Raises:
-            ConfigError: There are options, or the installation is broken.
+            RoseError: They could not be published. Engines that do not take them are no error.
         """
+        from rose_verl.weights import push_weights  # noqa: PLC0415 - needs torch.distributed
 
-        def __init__(self, bucket_size: int = 0, is_master: bool = False, **options: Any) -> None:  # noqa: FBT001, FBT002 - veRL's signature
-            refuse_if_broken()
-            refuse_options(options)
-            self.bucket_size, self.is_master = bucket_size, is_master
+        return await push_weights(weights, global_steps)
 
-        def prepare(self) -> dict[str, Any]:
-            """Prepare nothing."""
-            return {}
+    async def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[tuple[str, Any]]:
+        """Give nothing: engines fetch for themselves."""
+        del global_steps
+        nothing: tuple[tuple[str, Any], ...] = ()
+        for pair in nothing:
+            yield pair
 
-        @classmethod
-        def build_topology(
-            cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[dict[str, Any]]
-        ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
-            """Return no arguments for either side: they meet through the pool only."""
-            del actor_wg_world_size, rollout_world_size, metadata
-            return {}, {}
 
-        def init_process_group(self, **_: Any) -> None:
-            """Make no group."""
-
-        def finalize(self) -> None:
-            """Leave everything as it is for the next update."""
-
-        async def send_weights(self, weights: Any, global_steps: int | None = None) -> dict[str, float]:
-            """Publish this rank's weights; every trainer rank is called.
-
-            Returns:
-                Figures for veRL's log, on rank 0.
-
-            Raises:
-                RoseError: They could not be published. Engines that do not take them are no error.
-            """
-            from rose_verl.weights import push_weights  # noqa: PLC0415 - needs torch.distributed
-
-            return await push_weights(weights, global_steps)
-
-        async def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[tuple[str, Any]]:
-            """Give nothing: engines fetch for themselves."""
-            del global_steps
-            nothing: tuple[tuple[str, Any], ...] = ()
-            for pair in nothing:
-                yield pair
-
-    return RoseCheckpointEngine
+def make_engine_class(base: type) -> type:
+    """Return the checkpoint engine, as a subclass of veRL's: known only when veRL's module has been imported."""
+    return type("RoseCheckpointEngine", (Publishing, base), {"__doc__": Publishing.__doc__, "__module__": __name__})
 
 
 def refuse_options(options: dict[str, Any]) -> None:

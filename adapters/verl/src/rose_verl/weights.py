@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from rose.errors import ConfigError
+from rose.errors import ConfigError, TransferError
 from rose.frameworks import PushReport, ShardedTrainer, StreamedTrainer, WeightPush
 from rose_verl.board import find_board
 from rose_verl.engines import sharded_state
@@ -36,7 +36,7 @@ async def push_weights(weights: Any, step: int | None, *, is_tied: bool = False)
         Figures of it on rank 0, nothing on the others.
 
     Raises:
-        RoseError: The weights could not be published. Engines that do not take them are no error.
+        RoseError: The weights could not be published, or no engine at all took the first ones. Single engines that do not are no error.
     """
     if not _pushers:
         board = find_board()
@@ -79,6 +79,7 @@ class Pusher:
         report = await asyncio.to_thread(self._push.push)
         if self._rank != 0:
             return {}
+        _refuse_nobody(report)
         await self._board.note.remote(report.version.n, step)
         figures = figures_of(report, taken_s=taken_s, total_s=time.monotonic() - begun)
         _tell(report, step, way, figures)
@@ -129,6 +130,21 @@ def figures_of(report: PushReport, *, taken_s: float, total_s: float) -> dict[st
         "rose/engines_failed": float(len(report.errors)),
         "rose/engines_put_off": float(len(sync.put_off)) if sync else 0.0,
     }
+
+
+def _refuse_nobody(report: PushReport) -> None:
+    """Refuse to go on when no engine at all took a job's first weights: that is no fault that passes, and turns would wait for ever."""
+    sync = report.sync
+    if (
+        report.version.n == 0
+        and sync is not None
+        and sync.errors
+        and not (sync.activations or sync.unchanged or sync.put_off)
+    ):
+        told = "; ".join(f"{engine_id}: {error}" for engine_id, error in sync.errors.items())
+        message = f"no engine of the pool could take the first weights ({told}); do model, dtype (rollout.dtype) and the pool's job.toml agree?"
+        logger().error("%s", message)
+        raise TransferError(message)
 
 
 def _tell(report: PushReport, step: int | None, way: str, figures: dict[str, float]) -> None:
