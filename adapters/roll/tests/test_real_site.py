@@ -173,6 +173,17 @@ def test_weights_of_two_ranks_reach_every_engine_bit_equal(site: PoolSite, model
             assert site.sums(engine) == expected, (step, engine)
         assert learner.digest() == expected, "what was published is what the ranks hold"
         learner.change()
+
+    site.fail_updates("own0")
+    metrics = learner.update()
+    assert metrics["rose/version"] == 3, "training goes on"
+    assert metrics["rose/num_engines_failed"] == 1
+    assert site.sums("own1") == site.expected() == learner.digest()
+    site.fail_updates("own0", on=False)
+    learner.change()
+    assert learner.update()["rose/version"] == 4
+    wait_for(lambda: all(engine["state"] == "ready" for engine in site.status()["engines"].values()))
+    assert {site.expected() == site.sums(engine) for engine in site.engines} == {True}
     learner.close()
 
 
@@ -189,6 +200,11 @@ def test_environments_play_on_real_engines(site: PoolSite, model: Path, ray_clus
         check_batch(environments.batch(1, lambda: site.kill("own0")))
         check_batch(environments.batch(2, lambda: site.lend(on=False)))
         check_batch(environments.batch(3, lambda: site.lend(on=True)))
+        site.wait("gpu0", "ready", timeout_s=120.0)
+        check_batch(environments.batch(4, lambda: site.fail_fast("own1")))
+        site.fail_fast("own1", on=False)
+        check_batch(environments.batch(5, lambda: site.hang("own1")))
+        site.hang("own1", on=False)
 
         def suspend() -> None:
             ray.get([router.suspend.remote(), router.abort_all.remote()])
@@ -196,10 +212,9 @@ def test_environments_play_on_real_engines(site: PoolSite, model: Path, ray_clus
             time.sleep(0.5)
             ray.get(router.resume.remote())
 
-        batch = environments.batch(4, suspend)
+        batch = environments.batch(6, suspend)
         check_batch(batch)
-        resumed = [one.llm_proxy for one in environments.managers]
-        assert len(resumed) == NUM_ENVS
+        assert len(batch.non_tensor_batch["rose_versions"]) == NUM_ENVS
         wait_for(lambda: sum(one["state"] == "ready" for one in site.status()["engines"].values()) >= 2)
     finally:
         environments.close()
@@ -216,9 +231,10 @@ def test_greedy_tokens_are_those_of_hugging_face(site: PoolSite, model: Path, ra
     learner = Learner(site.url, model, num_ranks=1)
     learner.change()
     learner.update()
+    weights = learner.weights()
     learner.close()
     reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    reference.load_state_dict(learner.weights(), strict=False)
+    reference.load_state_dict(weights, strict=False)
     proxy = make_proxy(site.url, AutoTokenizer.from_pretrained(model))
     proxy.begin_step(0)
     ids = [10, 20, 30, 40]
@@ -246,7 +262,9 @@ def test_the_whole_pipeline_trains(site: PoolSite, model: Path, ratio: int) -> N
     assert steps[1]["rose/version"] == steps[0]["rose/version"] + 1
     assert all(one["rose/num_engines_failed"] == 0 for one in steps)
     assert all(one["actor_train/grad_norm"] > 0 for one in steps)
-    assert all(abs(one["actor/train_infer_diff_token_mean"]) < MEAN_DIFF for one in steps)
+    differences = [one["actor/train_infer_diff_token_mean"] for one in steps]
+    assert all(abs(one) < MEAN_DIFF for one in differences), differences
+    print("train - infer:", differences)
 
 
 def wait_for(holds: Callable[[], bool], timeout_s: float = 120.0) -> None:
