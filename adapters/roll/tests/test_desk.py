@@ -7,9 +7,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+
 from rose.errors import ConfigError
 from rose.types import AnyVersion, AtLeast, FinishReason, Sampling, Turn, TurnResult, VersionSpan, WeightVersion
-
 from rose_roll.desk import Desk, Request
 from rose_roll.options import RoseOptions, wire_dtype
 from rose_roll.versions import Versions, ends_of, spans_of

@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 import torch
-from rose.testing import PoolSite
-
 from helpers import SETTINGS
+
+from rose.testing import PoolSite
 
 pytestmark = [pytest.mark.real, pytest.mark.engine, pytest.mark.timeout(900)]
 NUM_ENVS, MAX_TURNS, LENGTH = 4, 2, 896
@@ -42,7 +42,6 @@ def site(model: Path) -> Iterator[PoolSite]:
 @pytest.fixture(scope="module")
 def ray_cluster(model: Path) -> Iterator[None]:
     import ray
-
     from real_tools import start_ray
 
     start_ray()
@@ -223,10 +222,9 @@ def test_environments_play_on_real_engines(site: PoolSite, model: Path, ray_clus
 
 def test_greedy_tokens_are_those_of_hugging_face(site: PoolSite, model: Path, ray_cluster: None) -> None:
     """The engines hold what the learner published: their greedy answer is the model's own, their log-probs its log-probs."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     from helpers import make_proxy, prompt
     from real_weights import Learner
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     learner = Learner(site.url, model, num_ranks=1)
     learner.change()

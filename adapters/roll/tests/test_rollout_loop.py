@@ -7,11 +7,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from helpers import SETTINGS, prompt
+
 from rose.errors import ConfigError
 from rose.testing import FakeEngine
 from rose.types import EngineId
-
-from helpers import SETTINGS, prompt
 from rose_roll.rollout_loop import PoolRouter, PoolRouterClient
 
 
