@@ -8,11 +8,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +20,7 @@ from helpers import SETTINGS
 from rose.testing import PoolSite
 
 pytestmark = [pytest.mark.real, pytest.mark.engine, pytest.mark.timeout(900)]
-NUM_ENVS, MAX_TURNS, LENGTH = 4, 2, 896
+NUM_ENVS, LENGTH = 4, 896
 MEAN_DIFF = 1e-4  # engines and learner are float32
 
 
@@ -47,96 +45,6 @@ def ray_cluster(model: Path) -> Iterator[None]:
     start_ray()
     yield
     ray.shutdown()
-
-
-class Environments:
-    """ROLL's environments as its scheduler runs them: a thread each, one group queue, FrozenLake."""
-
-    def __init__(self, url: str, model: Path, router: Any, *, max_new_tokens: int) -> None:
-        import ray
-        import roll.pipeline.agentic.env  # noqa: F401 - registers FrozenLake
-        from omegaconf import OmegaConf
-        from roll.distributed.scheduler.rollout_scheduler import GroupQueueManager
-        from transformers import AutoTokenizer
-
-        from rose_roll import RoseTrajEnvManager
-
-        self.ray, self.tokenizer = ray, AutoTokenizer.from_pretrained(model)
-        tag = {"env_type": "frozen_lake", "tag": "FL", "max_steps": MAX_TURNS, "max_tokens_per_step": max_new_tokens}
-        lake = {"size": 3, "max_steps": MAX_TURNS, "is_slippery": False}
-        envs = {
-            number: OmegaConf.create(
-                {**tag, "config": lake, "group_id": number // 2, "env_id": number, "group_seed": number // 2}
-            )
-            for number in range(NUM_ENVS)
-        }
-        settings = {**SETTINGS, "max_new_tokens": max_new_tokens}
-        proxy = SimpleNamespace(proxy_type="rose", proxy_config={"pool": url, "poll_s": 0.1, "deadline_s": 120.0})
-        worker = {
-            "group_size": 2,
-            "group_size_redundancy": 0,
-            "max_traj_per_env": 1,
-            "group_filter_cls": "real_tools.KeepAll",
-            "env_configs": {0: envs},
-            "llm_proxy": proxy,
-        }
-        arguments = SimpleNamespace(max_new_tokens=max_new_tokens, to_dict=lambda: dict(settings))
-        monitor = SimpleNamespace(enable=False, monitor_interval=60, hung_timeout=3600)
-        queue = SimpleNamespace(async_generation_ratio=1, rollout_batch_size=NUM_ENVS, env_monitor=monitor)
-        templates = {"FL": {"agent_system_template": "play.", "agent_template": "{observation} left {actions_left}"}}
-        pipeline = SimpleNamespace(
-            custom_envs=templates, sequence_length=LENGTH, skip_mock_system_prompt=True, system_envs={}
-        )
-        self.queue = GroupQueueManager.options(max_concurrency=16).remote(queue, SimpleNamespace(**worker), "train")
-        self.managers = [
-            RoseTrajEnvManager(
-                worker_config=SimpleNamespace(**worker, generating_args=arguments),
-                pipeline_config=pipeline,
-                env_config=config,
-                tokenizer=self.tokenizer,
-                generate_scheduler=router,
-                output_queue=self.queue,
-                thread_lock=threading.Lock(),
-            )
-            for config in envs.values()
-        ]
-        self.errors: list[BaseException] = []
-        self._threads = [threading.Thread(target=self._play, args=(one,), daemon=True) for one in self.managers]
-        self._is_started = False
-
-    def batch(self, step: int, meanwhile: Callable[[], None] = lambda: None) -> Any:
-        """Return a step's batch; ``meanwhile`` happens while it is made."""
-        from roll.distributed.scheduler.protocol import DataProto
-
-        for manager in self.managers:
-            manager.update_step(step)
-        self.ray.get(self.queue.advance_step.remote(step))
-        if not self._is_started:
-            self._is_started = True
-            for thread in self._threads:
-                thread.start()
-        wanted = self.queue.get_batch.remote(NUM_ENVS, step)
-        time.sleep(0.3)
-        meanwhile()
-        ready, _ = self.ray.wait([wanted], timeout=180)
-        assert not self.errors, self.errors
-        assert ready, "no batch came"
-        return DataProto.concat(self.ray.get(wanted))
-
-    def close(self) -> None:
-        for manager in self.managers:
-            manager.stop()
-        self.ray.get(self.queue.shutdown.remote())
-        for thread in self._threads:
-            thread.join(60)
-
-    def _play(self, manager: Any) -> None:
-        from roll.distributed.scheduler.protocol import DataProto
-
-        try:
-            manager.run_rollout_loop(DataProto(meta_info={"seed": 1}))
-        except BaseException as error:  # noqa: BLE001 - a thread's root; the test reads it
-            self.errors.append(error)
 
 
 def check_batch(batch: Any) -> None:
@@ -188,10 +96,12 @@ def test_weights_of_two_ranks_reach_every_engine_bit_equal(site: PoolSite, model
 
 def test_environments_play_on_real_engines(site: PoolSite, model: Path, ray_cluster: None) -> None:
     """Four threads of ROLL's, one engine killed in mid-turn, the borrowed one taken back and lent again."""
+    from real_environments import Environments
     from test_real_router import make_router
 
     router = make_router(model, [], NUM_ENVS)
-    environments = Environments(site.url, model, router, max_new_tokens=48)
+    proxy = {"proxy_type": "rose", "proxy_config": {"pool": site.url, "poll_s": 0.1, "deadline_s": 120.0}}
+    environments = Environments(model, router, "rose_roll.RoseTrajEnvManager", proxy, max_new_tokens=48)
     import ray
 
     try:
