@@ -133,7 +133,9 @@ def main() -> None:
     parser.add_argument("--async-ratio", type=int, default=0)
     given = parser.parse_args()
     for values in run(given.url, str(given.model), steps=given.steps, async_ratio=given.async_ratio):
-        numbers = {name: float(value) for name, value in values.items() if isinstance(value, int | float)}
+        numbers = {
+            name.partition("@")[0]: float(value) for name, value in values.items() if hasattr(value, "__float__")
+        }
         print("STEP", json.dumps(numbers), flush=True)
 
 

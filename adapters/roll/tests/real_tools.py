@@ -21,9 +21,10 @@ TEMPLATE = (
 
 def make_policy(path: Path, *, max_positions: int = 1024, **shape: Any) -> Path:
     """Write a random Qwen3 with a tokenizer of single characters; ids 0 begin, 1 end, 2 padding."""
-    from rose.testing.models import make_qwen3
     from tokenizers import Regex, Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
+
+    from rose.testing.models import make_qwen3
 
     make_qwen3(path, max_positions=max_positions, **shape)
     special = ["<|begin|>", "<|im_end|>", "<|pad|>", "<|im_start|>", "<|unk|>"]

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import xxhash
-
 from real_pipeline import settings
 
 

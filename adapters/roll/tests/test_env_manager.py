@@ -4,8 +4,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from rose.errors import ConfigError
 
+from rose.errors import ConfigError
 from rose_roll.env_manager import RoseEnvManager, trajectory_spans
 
 

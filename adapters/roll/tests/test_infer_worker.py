@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import worker_config
+
 from rose.errors import ConfigError, TransportError
 from rose.testing import FakeEngine
 from rose.types import EngineId
-
-from helpers import worker_config
 from rose_roll.infer_worker import RoseFront, RoseInferWorker
 
 pytestmark = pytest.mark.doubles

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import SETTINGS, make_proxy, prompt
+
 from rose import PoolConfig
 from rose.errors import ConfigError, NoEngineError
 from rose.testing import FakeEngine, Fault, FaultKind
 from rose.types import EngineId, WeightVersion
-
-from helpers import SETTINGS, make_proxy, prompt
 from rose_roll.fields import object_array
 from rose_roll.llm_proxy import TrajectoryName
 

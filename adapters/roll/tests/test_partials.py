@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 from rose.types import FinishReason, Sampling, TurnResult, VersionSpan, WeightVersion
-
 from rose_roll.partials import NOTHING, Partials, cut, join, remaining
 
 

@@ -8,13 +8,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import make_doubles
 import pytest
 import torch
+from helpers import SETTINGS, make_proxy, prompt
+
 from rose.testing import FakeEngine
 from rose.types import EngineId, FinishReason, TurnResult
-
-import make_doubles
-from helpers import SETTINGS, make_proxy, prompt
 
 pytestmark = pytest.mark.real
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import SETTINGS
+
 from rose.testing import FakeEngine
 from rose.types import EngineId
-
-from helpers import SETTINGS
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(180)]
 PROMPT, ANSWER, SAMPLES = 12, 20, 3
@@ -23,7 +23,6 @@ PROMPT, ANSWER, SAMPLES = 12, 20, 3
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     import ray
-
     from real_tools import make_policy, start_ray
 
     path = make_policy(tmp_path_factory.mktemp("policy"))
@@ -74,10 +73,9 @@ class Rewards:
 
 
 def make_scheduler(model: Path, url: str, rewards: Rewards, ratio: int) -> Any:
+    from real_tools import stand_in_cluster
     from roll.configs.base_config import RouterArguments
     from roll.distributed.scheduler.generate_scheduler import DynamicSamplingScheduler
-
-    from real_tools import stand_in_cluster
 
     query_filter = SimpleNamespace(type="no_filter", filter_args={})
     config = SimpleNamespace(

@@ -13,10 +13,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from helpers import SETTINGS, make_proxy, prompt, worker_config
+
 from rose.testing import FakeEngine
 from rose.types import EngineId
-
-from helpers import SETTINGS, make_proxy, prompt, worker_config
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(240)]
 
@@ -24,7 +24,6 @@ pytestmark = [pytest.mark.real, pytest.mark.timeout(240)]
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     import ray
-
     from real_tools import make_policy, stand_in_for_vllm, start_ray
 
     model = make_policy(tmp_path_factory.mktemp("policy"))
@@ -41,10 +40,9 @@ def site(make_site: Any) -> Any:
 
 def make_router(model: Path, workers: list[Any], num_envs: int, name: str = "EnvAffinityRouter") -> Any:
     import ray
+    from real_tools import stand_in_cluster
     from roll.configs.base_config import RouterArguments
     from roll.distributed.scheduler.router import RouterManager
-
-    from real_tools import stand_in_cluster
 
     manager = (
         ray.remote(RouterManager)

@@ -8,21 +8,19 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from rose.testing import PoolSite
-
 from helpers import SETTINGS
 
+from rose.testing import PoolSite
+
 pytestmark = [pytest.mark.real, pytest.mark.engine, pytest.mark.timeout(900)]
-NUM_ENVS, MAX_TURNS, LENGTH = 4, 2, 896
+NUM_ENVS, LENGTH = 4, 896
 MEAN_DIFF = 1e-4  # engines and learner are float32
 
 
@@ -42,102 +40,11 @@ def site(model: Path) -> Iterator[PoolSite]:
 @pytest.fixture(scope="module")
 def ray_cluster(model: Path) -> Iterator[None]:
     import ray
-
     from real_tools import start_ray
 
     start_ray()
     yield
     ray.shutdown()
-
-
-class Environments:
-    """ROLL's environments as its scheduler runs them: a thread each, one group queue, FrozenLake."""
-
-    def __init__(self, url: str, model: Path, router: Any, *, max_new_tokens: int) -> None:
-        import ray
-        import roll.pipeline.agentic.env  # noqa: F401 - registers FrozenLake
-        from omegaconf import OmegaConf
-        from roll.distributed.scheduler.rollout_scheduler import GroupQueueManager
-        from transformers import AutoTokenizer
-
-        from rose_roll import RoseTrajEnvManager
-
-        self.ray, self.tokenizer = ray, AutoTokenizer.from_pretrained(model)
-        tag = {"env_type": "frozen_lake", "tag": "FL", "max_steps": MAX_TURNS, "max_tokens_per_step": max_new_tokens}
-        lake = {"size": 3, "max_steps": MAX_TURNS, "is_slippery": False}
-        envs = {
-            number: OmegaConf.create(
-                {**tag, "config": lake, "group_id": number // 2, "env_id": number, "group_seed": number // 2}
-            )
-            for number in range(NUM_ENVS)
-        }
-        settings = {**SETTINGS, "max_new_tokens": max_new_tokens}
-        proxy = SimpleNamespace(proxy_type="rose", proxy_config={"pool": url, "poll_s": 0.1, "deadline_s": 120.0})
-        worker = {
-            "group_size": 2,
-            "group_size_redundancy": 0,
-            "max_traj_per_env": 1,
-            "group_filter_cls": "real_tools.KeepAll",
-            "env_configs": {0: envs},
-            "llm_proxy": proxy,
-        }
-        arguments = SimpleNamespace(max_new_tokens=max_new_tokens, to_dict=lambda: dict(settings))
-        monitor = SimpleNamespace(enable=False, monitor_interval=60, hung_timeout=3600)
-        queue = SimpleNamespace(async_generation_ratio=1, rollout_batch_size=NUM_ENVS, env_monitor=monitor)
-        templates = {"FL": {"agent_system_template": "play.", "agent_template": "{observation} left {actions_left}"}}
-        pipeline = SimpleNamespace(
-            custom_envs=templates, sequence_length=LENGTH, skip_mock_system_prompt=True, system_envs={}
-        )
-        self.queue = GroupQueueManager.options(max_concurrency=16).remote(queue, SimpleNamespace(**worker), "train")
-        self.managers = [
-            RoseTrajEnvManager(
-                worker_config=SimpleNamespace(**worker, generating_args=arguments),
-                pipeline_config=pipeline,
-                env_config=config,
-                tokenizer=self.tokenizer,
-                generate_scheduler=router,
-                output_queue=self.queue,
-                thread_lock=threading.Lock(),
-            )
-            for config in envs.values()
-        ]
-        self.errors: list[BaseException] = []
-        self._threads = [threading.Thread(target=self._play, args=(one,), daemon=True) for one in self.managers]
-        self._is_started = False
-
-    def batch(self, step: int, meanwhile: Callable[[], None] = lambda: None) -> Any:
-        """Return a step's batch; ``meanwhile`` happens while it is made."""
-        from roll.distributed.scheduler.protocol import DataProto
-
-        for manager in self.managers:
-            manager.update_step(step)
-        self.ray.get(self.queue.advance_step.remote(step))
-        if not self._is_started:
-            self._is_started = True
-            for thread in self._threads:
-                thread.start()
-        wanted = self.queue.get_batch.remote(NUM_ENVS, step)
-        time.sleep(0.3)
-        meanwhile()
-        ready, _ = self.ray.wait([wanted], timeout=180)
-        assert not self.errors, self.errors
-        assert ready, "no batch came"
-        return DataProto.concat(self.ray.get(wanted))
-
-    def close(self) -> None:
-        for manager in self.managers:
-            manager.stop()
-        self.ray.get(self.queue.shutdown.remote())
-        for thread in self._threads:
-            thread.join(60)
-
-    def _play(self, manager: Any) -> None:
-        from roll.distributed.scheduler.protocol import DataProto
-
-        try:
-            manager.run_rollout_loop(DataProto(meta_info={"seed": 1}))
-        except BaseException as error:  # noqa: BLE001 - a thread's root; the test reads it
-            self.errors.append(error)
 
 
 def check_batch(batch: Any) -> None:
@@ -173,15 +80,28 @@ def test_weights_of_two_ranks_reach_every_engine_bit_equal(site: PoolSite, model
             assert site.sums(engine) == expected, (step, engine)
         assert learner.digest() == expected, "what was published is what the ranks hold"
         learner.change()
+
+    site.fail_updates("own0")
+    metrics = learner.update()
+    assert metrics["rose/version"] == 3, "training goes on"
+    assert metrics["rose/num_engines_failed"] == 1
+    assert site.sums("own1") == site.expected() == learner.digest()
+    site.fail_updates("own0", on=False)
+    learner.change()
+    assert learner.update()["rose/version"] == 4
+    wait_for(lambda: all(engine["state"] == "ready" for engine in site.status()["engines"].values()))
+    assert {site.expected() == site.sums(engine) for engine in site.engines} == {True}
     learner.close()
 
 
 def test_environments_play_on_real_engines(site: PoolSite, model: Path, ray_cluster: None) -> None:
     """Four threads of ROLL's, one engine killed in mid-turn, the borrowed one taken back and lent again."""
+    from real_environments import Environments
     from test_real_router import make_router
 
     router = make_router(model, [], NUM_ENVS)
-    environments = Environments(site.url, model, router, max_new_tokens=48)
+    proxy = {"proxy_type": "rose", "proxy_config": {"pool": site.url, "poll_s": 0.1, "deadline_s": 120.0}}
+    environments = Environments(model, router, "rose_roll.RoseTrajEnvManager", proxy, max_new_tokens=48)
     import ray
 
     try:
@@ -189,6 +109,11 @@ def test_environments_play_on_real_engines(site: PoolSite, model: Path, ray_clus
         check_batch(environments.batch(1, lambda: site.kill("own0")))
         check_batch(environments.batch(2, lambda: site.lend(on=False)))
         check_batch(environments.batch(3, lambda: site.lend(on=True)))
+        site.wait("gpu0", "ready", timeout_s=120.0)
+        check_batch(environments.batch(4, lambda: site.fail_fast("own1")))
+        site.fail_fast("own1", on=False)
+        check_batch(environments.batch(5, lambda: site.hang("own1")))
+        site.hang("own1", on=False)
 
         def suspend() -> None:
             ray.get([router.suspend.remote(), router.abort_all.remote()])
@@ -196,10 +121,9 @@ def test_environments_play_on_real_engines(site: PoolSite, model: Path, ray_clus
             time.sleep(0.5)
             ray.get(router.resume.remote())
 
-        batch = environments.batch(4, suspend)
+        batch = environments.batch(6, suspend)
         check_batch(batch)
-        resumed = [one.llm_proxy for one in environments.managers]
-        assert len(resumed) == NUM_ENVS
+        assert len(batch.non_tensor_batch["rose_versions"]) == NUM_ENVS
         wait_for(lambda: sum(one["state"] == "ready" for one in site.status()["engines"].values()) >= 2)
     finally:
         environments.close()
@@ -208,17 +132,17 @@ def test_environments_play_on_real_engines(site: PoolSite, model: Path, ray_clus
 
 def test_greedy_tokens_are_those_of_hugging_face(site: PoolSite, model: Path, ray_cluster: None) -> None:
     """The engines hold what the learner published: their greedy answer is the model's own, their log-probs its log-probs."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     from helpers import make_proxy, prompt
     from real_weights import Learner
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     learner = Learner(site.url, model, num_ranks=1)
     learner.change()
     learner.update()
+    weights = learner.weights()
     learner.close()
     reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    reference.load_state_dict(learner.weights(), strict=False)
+    reference.load_state_dict(weights, strict=False)
     proxy = make_proxy(site.url, AutoTokenizer.from_pretrained(model))
     proxy.begin_step(0)
     ids = [10, 20, 30, 40]
@@ -246,7 +170,9 @@ def test_the_whole_pipeline_trains(site: PoolSite, model: Path, ratio: int) -> N
     assert steps[1]["rose/version"] == steps[0]["rose/version"] + 1
     assert all(one["rose/num_engines_failed"] == 0 for one in steps)
     assert all(one["actor_train/grad_norm"] > 0 for one in steps)
-    assert all(abs(one["actor/train_infer_diff_token_mean"]) < MEAN_DIFF for one in steps)
+    differences = [one["actor/train_infer_diff_token_mean"] for one in steps]
+    assert all(abs(one) < MEAN_DIFF for one in differences), differences
+    print("train - infer:", differences)
 
 
 def wait_for(holds: Callable[[], bool], timeout_s: float = 120.0) -> None:

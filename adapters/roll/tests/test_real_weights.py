@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from rose.transfer.export import export_version
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(400)]
@@ -16,7 +17,6 @@ pytestmark = [pytest.mark.real, pytest.mark.timeout(400)]
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     import ray
-
     from real_tools import make_policy, start_ray
 
     path = make_policy(tmp_path_factory.mktemp("policy"))
@@ -33,9 +33,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def test_what_is_published_is_what_the_ranks_hold(
     make_site: Any, model: Path, tmp_path: Path, num_ranks: int, num_fronts: int
 ) -> None:
-    from safetensors.torch import load_file
-
     from real_weights import Learner
+    from safetensors.torch import load_file
 
     site = make_site()
     learner = Learner(site.url, model, num_ranks=num_ranks, num_fronts=num_fronts)

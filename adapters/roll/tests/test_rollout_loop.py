@@ -7,11 +7,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from helpers import SETTINGS, prompt
+
 from rose.errors import ConfigError
 from rose.testing import FakeEngine
 from rose.types import EngineId
-
-from helpers import SETTINGS, prompt
 from rose_roll.rollout_loop import PoolRouter, PoolRouterClient
 
 
@@ -139,11 +139,14 @@ async def test_a_shutdown_gives_none(make_site: Any, tokenizer: Any) -> None:
 
 
 async def test_a_suspension_before_the_first_token_is_seen(make_site: Any, tokenizer: Any) -> None:
-    """The pause comes while the connection is being opened: its abort finds no request."""
-    client, manager, _ = make_client(make_site(), tokenizer)
-    running = asyncio.create_task(client.generate_request(sample(), "r0", 0))
+    """The pause comes while the connection is being opened: its abort finds no request, and yet none begins."""
+    site = make_site(FakeEngine(engine_id=EngineId("e0"), token_s=0.05))
+    client, manager, _ = make_client(site, tokenizer)
+    running = asyncio.create_task(client.generate_request(sample(40), "r0", 0))
     await asyncio.sleep(0)
+    assert manager.inflight_requests
     await manager.pause()
+    assert not site.engines[0].requests
     manager.resume()
     assert (await running).meta_info["finish_reasons"] == ["length"]
     await client._connection.close()

@@ -3,8 +3,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from rose.errors import ConfigError
 
+from rose.errors import ConfigError
 from rose_roll.sampling import count_sequences, to_sampling
 
 AGENTIC: dict[str, Any] = {

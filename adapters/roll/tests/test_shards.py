@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import worker_config
+
 from rose.errors import ConfigError
 from rose.frameworks import PushReport
 from rose.types import EngineId, WeightVersion
-
-from helpers import worker_config
 from rose_roll import RoseAgenticTrainWorker
 from rose_roll.shards import is_front, push_metrics
 

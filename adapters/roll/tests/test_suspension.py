@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import ray
+from helpers import SETTINGS, make_proxy, prompt
+
 from rose.testing import FakeEngine
 from rose.types import EngineId
-
-from helpers import SETTINGS, make_proxy, prompt
 
 
 class Router:

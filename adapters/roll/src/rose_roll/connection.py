@@ -13,10 +13,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import attrs
+
 from rose.errors import RoseError
 from rose.sync import RolloutPool
 from rose.types import TurnResult
-
 from rose_roll.desk import Desk, Request
 from rose_roll.options import RoseOptions
 from rose_roll.suspension import RouterGate

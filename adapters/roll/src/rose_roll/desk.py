@@ -14,9 +14,9 @@ from collections.abc import Iterable
 from typing import Any
 
 import attrs
+
 from rose.errors import RoseError
 from rose.types import FinishReason, Sampling, Turn, TurnResult
-
 from rose_roll.options import RoseOptions
 from rose_roll.partials import NOTHING, cut, join, remaining
 from rose_roll.patience import MENDABLE, Patience

@@ -10,8 +10,8 @@ import os
 from typing import Any
 
 from roll.pipeline.agentic.env_manager.traj_env_manager import TrajEnvManager
-from rose.errors import ConfigError
 
+from rose.errors import ConfigError
 from rose_roll.fields import object_array
 from rose_roll.llm_proxy import RoseProxy, TrajectoryName
 from rose_roll.options import ENVIRONMENT

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 import torch
+
 from rose.errors import TurnFailedError
 from rose.types import TurnResult
-
 from rose_roll.desk import FINISH_REASONS
 
 

@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from roll import platforms
 from roll.utils.collective import collective
+
 from rose.errors import TransferError
 from rose.frameworks import PushReport, StreamedTrainer, WeightPush
-
 from rose_roll.options import RoseOptions
 
 _logger = logging.getLogger("rose_roll")

@@ -25,9 +25,9 @@ from roll.distributed.scheduler.decorator import Dispatch, register
 from roll.distributed.scheduler.protocol import DataProto
 from roll.models.model_providers import default_tokenizer_provider
 from roll.pipeline.base_worker import InferWorker
+
 from rose.errors import ConfigError
 from rose.types import TurnResult
-
 from rose_roll.connection import LoopConnection
 from rose_roll.desk import Desk, Request
 from rose_roll.fields import response_payload

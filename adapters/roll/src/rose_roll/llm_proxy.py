@@ -17,10 +17,10 @@ from typing import Any
 import attrs
 from roll.distributed.scheduler.protocol import DataProto
 from roll.pipeline.agentic.llm_proxy import BaseLLMProxy, register_llm_proxy
-from rose.errors import ConfigError
-from rose.types import FinishReason, TurnResult
 from tensordict import TensorDict
 
+from rose.errors import ConfigError
+from rose.types import FinishReason, TurnResult
 from rose_roll.connection import new_request_id, shared_connection
 from rose_roll.desk import Request
 from rose_roll.fields import sequence_tensors, unpadded

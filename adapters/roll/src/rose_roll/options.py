@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 import attrs
+
 from rose.config import load
 from rose.errors import ConfigError
 from rose.frameworks import PoolPlace

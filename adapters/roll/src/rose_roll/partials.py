@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import OrderedDict
 
 import attrs
+
 from rose.types import FinishReason, Sampling, TurnResult, VersionSpan
 
 _MAX_TRAJECTORIES = 4096

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 
 import attrs
+
 from rose.errors import (
     DeadlineExceededError,
     EngineBusyError,

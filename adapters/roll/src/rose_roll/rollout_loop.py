@@ -20,9 +20,9 @@ from typing import Any
 import attrs
 from roll.distributed.scheduler.protocol import DataProto
 from roll.distributed.scheduler.user_defined_rollout_loop import UserDefinedRolloutLoop
+
 from rose.errors import ConfigError
 from rose.types import FinishReason, TurnResult
-
 from rose_roll.connection import LoopConnection
 from rose_roll.desk import Desk, Request
 from rose_roll.fields import object_array, response_payload, unpadded

@@ -16,15 +16,15 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-import rose
 from roll.distributed.scheduler.protocol import DataProto
 from roll.utils.context_managers import state_offload_manger
 from roll.utils.import_utils import safe_import_class
 from roll.utils.offload_states import OffloadStateType
+
+import rose
 from rose.errors import ConfigError
 from rose.frameworks import PushReport, WeightPush
 from rose.interfaces.trainer import ShardBits, ShardSpec, TensorSpec, Trainer
-
 from rose_roll.infer_worker import RoseFront
 from rose_roll.launch import launch_name
 from rose_roll.options import RoseOptions, wire_dtype

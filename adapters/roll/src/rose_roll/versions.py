@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import attrs
+
 from rose.types import AnyVersion, AtLeast, TurnResult, VersionConstraint, WeightVersion
 
 _REFRESH_S = 2.0
