@@ -12,6 +12,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import os
 import sys
 import tempfile
 import time
@@ -19,6 +20,15 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "tests"))
+# The tests' platform, for this process and the ones that Ray starts: veRL looks for a device wherever it is imported.
+os.environ |= {
+    "PYTHONPATH": str(HERE.parent / "tests"),
+    "VERL_USE_EXTERNAL_MODULES": "cpu_platform",
+    "VERL_PLATFORM": "rosecpu",
+    "VERL_ENGINE_DEVICE": "cuda",
+    "OMP_NUM_THREADS": "1",
+    "RAY_USAGE_STATS_ENABLED": "0",
+}
 
 FAULTS = ("none", "fails_fast", "dies", "hangs", "update_fails")
 STEPS, GROUPS, GROUP_SIZE, MAX_TOKENS, PROMPT_TOKENS = 3, 16, 4, 16, 12
