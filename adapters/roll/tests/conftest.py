@@ -16,7 +16,9 @@ import pytest
 HERE = Path(__file__).parent
 ROLL_SRC = os.environ.get("ROLL_SRC")
 sys.path[:0] = [str(HERE), ROLL_SRC or str(HERE / "doubles")]
-if not ROLL_SRC:
+if ROLL_SRC:
+    import real_tools  # noqa: F401 - completes ROLL's CPU platform before anything imports it
+else:
     import behaviours
 
     behaviours.install()

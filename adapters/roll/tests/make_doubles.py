@@ -92,7 +92,7 @@ def _class(node: ast.ClassDef, bases: Mapping[str, str]) -> str:
     lines = [_field(item) for item in node.body if isinstance(item, ast.AnnAssign)]
     lines += [_function(item, "    ") for item in node.body if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef)]
     head = f"class {node.name}({', '.join(own)}):\n" if own else f"class {node.name}:\n"
-    return head + ("\n".join(lines) if lines else "    pass\n")
+    return head + ("\n".join(lines).rstrip() + "\n" if lines else "    pass\n")
 
 
 def _field(item: ast.AnnAssign) -> str:

@@ -109,9 +109,7 @@ async def test_rolls_scheduler_samples_from_the_pool(make_site: Any, model: Path
     """Two steps; with a ratio of 1 prompts are under way while ROLL pauses, and go on where they were."""
     from roll.distributed.scheduler.protocol import DataProto
 
-    engines = [
-        FakeEngine(engine_id=EngineId(f"e{n}"), vocab_size=100, token_s=0.01, max_running=4 - n) for n in range(2)
-    ]
+    engines = [FakeEngine(engine_id=EngineId(f"e{n}"), vocab_size=100, token_s=0.05, max_running=2) for n in range(2)]
     site = make_site(*engines)
     rewards = Rewards()
     scheduler = make_scheduler(model, site.url, rewards, ratio)
@@ -120,6 +118,7 @@ async def test_rolls_scheduler_samples_from_the_pool(make_site: Any, model: Path
     for step in range(2):
         meta = {"generation_config": dict(settings), "global_step": step, "collect_unfinished": ratio > 0}
         batch = await asyncio.wait_for(scheduler.get_batch(DataProto(meta_info=meta), step, 2), 60)
+        await asyncio.sleep(0.3)  # prompts of the next step are under way now, if there may be any
         await scheduler.pause_sampling()
         batch.prefetch()
         check(batch)
