@@ -7,6 +7,7 @@ import os
 import runpy
 import string
 import sys
+import tempfile
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -41,6 +42,7 @@ def make_policy(path: Path, *, max_positions: int = 1024, **shape: Any) -> Path:
 
 
 sys.path.insert(0, os.environ["ROLL_SRC"])
+os.environ.setdefault("ROLL_LOG_DIR", tempfile.mkdtemp(prefix="rose-roll-logs-"))  # not ./output of wherever tests run
 runpy.run_path(str(HERE / "cpu_shim" / "sitecustomize.py"))  # in this process too
 
 
