@@ -1,0 +1,119 @@
+"""A shard on a device, and its last published bits beside it.
+
+The base takes as much memory as the shard in its wire dtype: 2 bytes a parameter held by this rank in bfloat16. ``base_in="device"``
+keeps it there; ``"pinned"`` keeps it in page-locked memory of the host, and each comparison brings it over piece by piece, at the
+speed of the bus. Where the device has no room, the base is pinned, with a warning.
+"""
+
+from __future__ import annotations
+
+import logging
+from math import prod
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from rose.backends.device_codec.comparer import DeviceComparer, comparer_of
+from rose.backends.device_codec.pinned import SIGNED_BY_SIZE, Array, empty_pinned, patterns, to_device, to_host
+from rose.backends.fsdp.bits import dtype_name
+from rose.errors import ConfigError
+from rose.interfaces.trainer import ShardBits
+from rose.transfer.kernels import Rows, Sum
+from rose.transfer.layout import bits_dtype, read_whole
+
+_logger = logging.getLogger(__name__)
+BasePlace = Literal["device", "pinned"]
+"""Where the last published bits of a shard on a device are kept."""
+
+
+class DeviceBits:
+    """Bits of a tensor on a device, in a wire dtype (a ``ShardBits`` that ``SupportsResidentBase``).
+
+    A slice is an array of its own on the host, cast on the device and brought through page-locked memory.
+
+    Args:
+        local: The live tensor, without gradient, of any strides.
+        dtype: What it travels in.
+        base_in: Where its base is kept.
+        comparer: What compares it, the one of its device by default.
+
+    Raises:
+        ConfigError: There is no such place.
+    """
+
+    def __init__(
+        self,
+        local: torch.Tensor,
+        dtype: torch.dtype,
+        *,
+        base_in: BasePlace = "device",
+        comparer: DeviceComparer | None = None,
+    ) -> None:
+        if base_in not in {"device", "pinned"}:
+            message = f"the base of a shard on a device is kept in 'device' or 'pinned', not {base_in!r}"
+            raise ConfigError(message)
+        self.shape = tuple(local.shape)
+        self.dtype = bits_dtype(dtype_name(dtype))
+        self.comparer = comparer or comparer_of(local.device)
+        self._local, self._wire_dtype, self._base_in = local, dtype, base_in
+
+    def __getitem__(self, index: tuple[slice, ...], /) -> Array:
+        """Return the bits of a part, row-major, on the host."""
+        return patterns(to_host(self.live(index)))
+
+    def __array__(self, dtype: np.dtype[Any] | None = None, copy: bool | None = None) -> Array:  # noqa: FBT001 - numpy's
+        """Return the bits of the whole box; a fresh array, whatever ``copy`` says."""
+        return np.asarray(read_whole(self), dtype=dtype)
+
+    def live(self, index: tuple[slice, ...]) -> torch.Tensor:
+        """Return a part as signed patterns on the device: a view, or, where it must be cast, a row-major copy."""
+        part = self._local[index]
+        if part.dtype != self._wire_dtype:
+            # into a fresh row-major tensor: .to() would keep the strides of a transposed parameter
+            part = torch.empty(part.shape, dtype=self._wire_dtype, device=part.device).copy_(part)
+        return part.view(SIGNED_BY_SIZE[part.element_size()])
+
+    def new_base(self) -> DeviceBase:
+        """Return memory for the base, where ``base_in`` says."""
+        signed, device = SIGNED_BY_SIZE[self.dtype.itemsize], self._local.device
+        if self._base_in == "device":
+            try:
+                return DeviceBase(torch.empty(self.shape, dtype=signed, device=device), device, self.dtype)
+            except torch.OutOfMemoryError:
+                num_bytes = prod(self.shape) * self.dtype.itemsize
+                _logger.warning("no room on %s for %d bytes of published weights; they are pinned", device, num_bytes)
+        return DeviceBase(empty_pinned(self.shape, signed, device), device, self.dtype)
+
+
+class DeviceBase:
+    """The last published bits of one shard (a ``ResidentBase``).
+
+    Args:
+        held: Signed patterns, row-major, on the device or pinned.
+        device: Where they are compared.
+        dtype: The unsigned type of the patterns.
+    """
+
+    def __init__(self, held: torch.Tensor, device: torch.device, dtype: np.dtype[Any]) -> None:
+        self.shape, self.dtype = tuple(held.shape), dtype
+        self._held, self._device = held, device
+
+    def __getitem__(self, index: tuple[slice, ...], /) -> Array:
+        """Return the patterns of a part, on the host."""
+        return patterns(to_host(self._held[index]))
+
+    def take(self, shard: ShardBits, index: tuple[slice, ...]) -> None:
+        """Take a part of a shard as published; done when it returns, or queued before whatever the device does next."""
+        if isinstance(shard, DeviceBits):
+            self._held[index].copy_(shard.live(index))
+        else:
+            self._held[index].copy_(to_device(np.asarray(shard[index]), self._device).view(self._held[index].shape))
+
+    def state_sum(self, index: tuple[slice, ...], rows: Rows) -> Sum:
+        """Return the sum of a cell, computed on the device."""
+        return comparer_of(self._device).keys.state_sum(self.resident(index), rows)
+
+    def resident(self, index: tuple[slice, ...]) -> torch.Tensor:
+        """Return a part as signed patterns on the device: a view, or a copy of what is pinned."""
+        return self._held[index].to(self._device, non_blocking=True)
