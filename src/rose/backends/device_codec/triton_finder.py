@@ -19,6 +19,7 @@ import torch
 
 from rose.backends.device_codec.finding import Pair, TorchFinder
 from rose.backends.device_codec.streams import Changes
+from rose.backends.device_codec.strides import is_rows, row_step
 
 BLOCK = 4096
 NUM_SLOTS = 512
@@ -69,6 +70,7 @@ class TritonFinder:
 
     def _find_one(self, pair: Pair, counts: torch.Tensor, slots: Sequence[torch.Tensor]) -> None:
         row_len = max(1, pair.new.shape[-1]) if pair.new.dim() else 1
+        new_step, old_step = row_step(pair.new), row_step(pair.old)
         self._kernels.find_changes[(counts.numel(),)](
             pair.new,
             pair.old,
@@ -76,8 +78,9 @@ class TritonFinder:
             counts,
             pair.rows.num_elements,
             row_len,
-            _row_step(pair.new),
-            _row_step(pair.old),
+            new_step,
+            old_step,
+            IS_FLAT=pair.new.is_contiguous() and pair.old.is_contiguous(),
             BLOCK=self._block,
             NUM_SLOTS=self._num_slots,
         )
@@ -99,22 +102,5 @@ class TritonFinder:
         )
 
 
-def _row_step(bits: torch.Tensor) -> int:
-    """Return how far one row lies from the next."""
-    return bits.stride(-2) if bits.dim() > 1 else bits.numel()
-
-
 def _is_plain(pair: Pair) -> bool:
-    return pair.rows.num_elements < _MAX_ELEMENTS and _is_rows(pair.new) and _is_rows(pair.old)
-
-
-def _is_rows(bits: torch.Tensor) -> bool:
-    """Return whether a tensor is rows of contiguous elements at equal distances."""
-    if bits.dim() == 0 or (bits.shape[-1] > 1 and bits.stride(-1) != 1):
-        return bits.dim() == 0
-    step = _row_step(bits) * (bits.shape[-2] if bits.dim() > 1 else 1)
-    for size, stride in zip(bits.shape[-3::-1], bits.stride()[-3::-1], strict=True):
-        if size > 1 and stride != step:
-            return False
-        step *= size
-    return True
+    return pair.rows.num_elements < _MAX_ELEMENTS and is_rows(pair.new) and is_rows(pair.old)

@@ -15,7 +15,7 @@ import triton.language as tl
 @triton.jit
 def find_changes(
     new, old, slot_positions, slot_new, slot_old, counts, num_elements, row_len, new_step, old_step,
-    BLOCK: tl.constexpr, NUM_SLOTS: tl.constexpr,
+    IS_FLAT: tl.constexpr, BLOCK: tl.constexpr, NUM_SLOTS: tl.constexpr,
 ):  # fmt: skip
     """Compare one block of a cell and put its changes into its slots, in order.
 
@@ -24,16 +24,20 @@ def find_changes(
         slot_positions, slot_new, slot_old: ``[num_blocks, NUM_SLOTS]``.
         counts: ``[num_blocks]``, how many changes there are, which may be more than slots.
         num_elements, row_len, new_step, old_step: Of the cell.
+        IS_FLAT: Whether rows follow one another without a gap in both states, so that nothing is divided.
         BLOCK: Elements of a block.
         NUM_SLOTS: Slots of a block.
     """
     block = tl.program_id(0)
     at = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     is_inside = at < num_elements
-    row = at // row_len
-    column = at - row * row_len
-    fresh = tl.load(new + row * new_step + column, mask=is_inside, other=0)
-    stale = tl.load(old + row * old_step + column, mask=is_inside, other=0)
+    fresh_at, stale_at = at, at
+    if not IS_FLAT:
+        row = at // row_len
+        column = at - row * row_len
+        fresh_at, stale_at = row * new_step + column, row * old_step + column
+    fresh = tl.load(new + fresh_at, mask=is_inside, other=0)
+    stale = tl.load(old + stale_at, mask=is_inside, other=0)
     is_changed = (fresh != stale) & is_inside
     rank = tl.cumsum(is_changed.to(tl.int32), axis=0) - 1
     slot = block.to(tl.int64) * NUM_SLOTS + rank
