@@ -9,19 +9,22 @@ import numpy as np
 import pytest
 
 from rose.errors import ConfigError, CorruptUpdateError, TrainerError
-from rose.interfaces.trainer import TensorSpec
+from rose.interfaces.trainer import ShardSpec, TensorSpec
+from rose.transfer import kernels
 from rose.transfer.delta import Codec
 from rose.transfer.encoder import RankEncoder
+from rose.transfer.kernels import Rows
 from rose.transfer.layout import TargetLayout, bits_dtype, whole_box
 from rose.transfer.parts import Share
 from rose.transfer.plan import plan_source
 from rose.transfer.resident import Part, ResidentBase, SupportsResidentBase
+from rose.transfer.source_views import HeldBits, HeldTensor, View, held_tensors
 
 torch = pytest.importorskip("torch")
 
-from rose.backends.device_codec import DeviceBits, DeviceComparer  # noqa: E402 - needs torch
+from rose.backends.device_codec import DeviceBits, DeviceComparer, DeviceHeldBits  # noqa: E402 - needs torch
 from rose.backends.device_codec.finding import TorchFinder  # noqa: E402
-from rose.backends.fsdp.shard_bits import CastBits, shard_bits  # noqa: E402
+from rose.backends.fsdp.shard_bits import CastBits, held_bits, shard_bits  # noqa: E402
 
 CPU = torch.device("cpu")
 SHAPES = {"w": (64, 48), "t": (40, 30), "e": (6, 8, 5), "v": (1000,), "s": (), "none": (0, 4)}
@@ -223,3 +226,51 @@ def test_no_room_on_the_device_pins_the_base(monkeypatch: pytest.MonkeyPatch, ca
     index = (slice(0, 64), slice(0, 48))
     base.take(shard, index)
     np.testing.assert_array_equal(base[index], shard[index])
+
+
+def held_case() -> tuple[HeldTensor, dict[str, Any]]:
+    """A tensor that lies in pieces of two fused parameters, one of which has a dimension more, as (q, k, v) by group."""
+    views = [
+        View(name="q", shape=(8, 6), part=box((0, 0), (3, 6)), parameter="a", box=box((1, 0), (3, 6))),
+        View(name="q", shape=(8, 6), part=box((3, 0), (5, 6)), parameter="b", box=box((1, 0, 2), (1, 5, 6))),
+    ]
+    boxes = {"a": box((0, 0), (9, 6)), "b": box((0, 0, 0), (2, 5, 8))}
+    generator = torch.Generator().manual_seed(5)
+    parameters = {name: torch.randn(one.shape, generator=generator) for name, one in boxes.items()}
+    return held_tensors(views, boxes)["q"], parameters
+
+
+def box(offset: tuple[int, ...], shape: tuple[int, ...]) -> ShardSpec:
+    return ShardSpec(offset=offset, shape=shape)
+
+
+def test_a_tensor_in_pieces_is_put_together_on_the_device() -> None:
+    held, parameters = held_case()
+    sources = on_device(parameters, torch.bfloat16)
+    mine, plain = held_bits(held, sources), held_bits(held, on_host(parameters, torch.bfloat16))
+    assert (type(mine), type(plain)) == (DeviceHeldBits, HeldBits)
+    assert isinstance(mine, SupportsResidentBase)
+    assert mine.comparer is not None
+    for index in [(slice(0, 8), slice(0, 6)), (slice(1, 3), slice(2, 6)), (slice(2, 7), slice(0, 5))]:
+        np.testing.assert_array_equal(mine[index], plain[index])
+    assert type(held_bits(held, {"a": sources["a"], "b": on_host(parameters, torch.bfloat16)["b"]})) is HeldBits
+
+
+def test_what_changes_in_one_piece_is_found() -> None:
+    held, parameters = held_case()
+    whole = (slice(0, 8), slice(0, 6))
+    mine = held_bits(held, on_device(parameters, torch.float32))
+    assert isinstance(mine, SupportsResidentBase)
+    base = mine.new_base()
+    base.take(mine, whole)
+    parameters["b"][1, 4, 7] += 1
+    (found,) = mine.comparer.compare(
+        [Part(shard=mine, base=base, index=whole, rows=Rows(num_rows=8, row_len=6, start=0, stride=6))],
+        is_overwrite=False,
+    )
+    assert found.num_changed == 1
+    assert found.streams is not None
+    positions, _ = kernels.load().decode(
+        found.streams, num_elements=48, dtype=np.dtype("<u4"), is_overwrite=False
+    )
+    assert positions.tolist() == [47]

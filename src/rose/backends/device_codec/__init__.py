@@ -5,7 +5,7 @@
 is how it is proven to make the CPU kernels' bytes; docs/gpu.md says what has run on a GPU.
 """
 
-from rose.backends.device_codec.bits import BasePlace, DeviceBase, DeviceBits
+from rose.backends.device_codec.bits import BasePlace, DeviceBase, DeviceBits, DeviceHeldBits
 from rose.backends.device_codec.comparer import DeviceComparer, comparer_of
 
-__all__ = ["BasePlace", "DeviceBase", "DeviceBits", "DeviceComparer", "comparer_of"]
+__all__ = ["BasePlace", "DeviceBase", "DeviceBits", "DeviceComparer", "DeviceHeldBits", "comparer_of"]

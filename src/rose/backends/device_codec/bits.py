@@ -8,6 +8,8 @@ speed of the bus. Where the device has no room, the base is pinned, with a warni
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from math import prod
 from typing import Any, Literal
 
@@ -18,19 +20,61 @@ from rose.backends.device_codec.comparer import DeviceComparer, comparer_of
 from rose.backends.device_codec.pinned import SIGNED_BY_SIZE, Array, empty_pinned, patterns, to_device, to_host
 from rose.backends.fsdp.bits import dtype_name
 from rose.errors import ConfigError
-from rose.interfaces.trainer import ShardBits
+from rose.interfaces.trainer import ShardBits, ShardSpec
 from rose.transfer.kernels import Rows, Sum
-from rose.transfer.layout import bits_dtype, read_whole
+from rose.transfer.layout import bits_dtype, read_whole, slices_in, whole_box
+from rose.transfer.source_views import HeldTensor, pieces_in
 
 _logger = logging.getLogger(__name__)
 BasePlace = Literal["device", "pinned"]
 """Where the last published bits of a shard on a device are kept."""
 
 
-class DeviceBits:
-    """Bits of a tensor on a device, in a wire dtype (a ``ShardBits`` that ``SupportsResidentBase``).
+class ShardOnDevice(ABC):
+    """A ``ShardBits`` that ``SupportsResidentBase``: a subclass gives parts of it on the device.
 
     A slice is an array of its own on the host, cast on the device and brought through page-locked memory.
+
+    Attributes:
+        shape: Of the shard.
+        dtype: Unsigned type of its patterns.
+        comparer: What compares it.
+        device: Where it lies.
+        base_in: Where its base is kept.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    comparer: DeviceComparer
+    device: torch.device
+    base_in: BasePlace
+
+    @abstractmethod
+    def live(self, index: tuple[slice, ...]) -> torch.Tensor:
+        """Return a part as signed patterns on the device: a view, or a row-major copy."""
+
+    def __getitem__(self, index: tuple[slice, ...], /) -> Array:
+        """Return the bits of a part, row-major, on the host."""
+        return patterns(to_host(self.live(index)))
+
+    def __array__(self, dtype: np.dtype[Any] | None = None, copy: bool | None = None) -> Array:  # noqa: FBT001 - numpy's
+        """Return the bits of the whole box; a fresh array, whatever ``copy`` says."""
+        return np.asarray(read_whole(self), dtype=dtype)
+
+    def new_base(self) -> DeviceBase:
+        """Return memory for the base, where ``base_in`` says."""
+        signed, device = SIGNED_BY_SIZE[self.dtype.itemsize], self.device
+        if self.base_in == "device":
+            try:
+                return DeviceBase(torch.empty(self.shape, dtype=signed, device=device), device, self.dtype)
+            except torch.OutOfMemoryError:
+                num_bytes = prod(self.shape) * self.dtype.itemsize
+                _logger.warning("no room on %s for %d bytes of published weights; they are pinned", device, num_bytes)
+        return DeviceBase(empty_pinned(self.shape, signed, device), device, self.dtype)
+
+
+class DeviceBits(ShardOnDevice):
+    """Bits of a tensor on a device, in a wire dtype.
 
     Args:
         local: The live tensor, without gradient, of any strides.
@@ -56,15 +100,8 @@ class DeviceBits:
         self.shape = tuple(local.shape)
         self.dtype = bits_dtype(dtype_name(dtype))
         self.comparer = comparer or comparer_of(local.device)
-        self._local, self._wire_dtype, self._base_in = local, dtype, base_in
-
-    def __getitem__(self, index: tuple[slice, ...], /) -> Array:
-        """Return the bits of a part, row-major, on the host."""
-        return patterns(to_host(self.live(index)))
-
-    def __array__(self, dtype: np.dtype[Any] | None = None, copy: bool | None = None) -> Array:  # noqa: FBT001 - numpy's
-        """Return the bits of the whole box; a fresh array, whatever ``copy`` says."""
-        return np.asarray(read_whole(self), dtype=dtype)
+        self.device, self.base_in = local.device, base_in
+        self._local, self._wire_dtype = local, dtype
 
     def live(self, index: tuple[slice, ...]) -> torch.Tensor:
         """Return a part as signed patterns on the device: a view, or, where it must be cast, a row-major copy."""
@@ -74,16 +111,37 @@ class DeviceBits:
             part = torch.empty(part.shape, dtype=self._wire_dtype, device=part.device).copy_(part)
         return part.view(SIGNED_BY_SIZE[part.element_size()])
 
-    def new_base(self) -> DeviceBase:
-        """Return memory for the base, where ``base_in`` says."""
-        signed, device = SIGNED_BY_SIZE[self.dtype.itemsize], self._local.device
-        if self._base_in == "device":
-            try:
-                return DeviceBase(torch.empty(self.shape, dtype=signed, device=device), device, self.dtype)
-            except torch.OutOfMemoryError:
-                num_bytes = prod(self.shape) * self.dtype.itemsize
-                _logger.warning("no room on %s for %d bytes of published weights; they are pinned", device, num_bytes)
-        return DeviceBase(empty_pinned(self.shape, signed, device), device, self.dtype)
+
+class DeviceHeldBits(ShardOnDevice):
+    """Bits of a checkpoint tensor that lies in pieces of parameters on a device (``rose.transfer.source_views``).
+
+    Args:
+        held: What the rank holds.
+        parameters: Bits of the rank's box of each parameter named in the pieces, all of one device.
+    """
+
+    def __init__(self, held: HeldTensor, parameters: Mapping[str, ShardOnDevice]) -> None:
+        self._held = held
+        self._sources = [parameters[piece.parameter] for piece in held.pieces]
+        first = self._sources[0]
+        self.shape, self.dtype, self.comparer = held.box.shape, first.dtype, first.comparer
+        self.device, self.base_in = first.device, first.base_in
+
+    def live(self, index: tuple[slice, ...]) -> torch.Tensor:
+        """Return a part as signed patterns on the device: a view where it lies in one piece, else put together."""
+        base = self._held.box.offset
+        offset = tuple(start + one.start for start, one in zip(base, index, strict=True))
+        wanted = ShardSpec(offset=offset, shape=tuple(one.stop - one.start for one in index))
+        found = []
+        for number, part, box in pieces_in(self._held, wanted):
+            source = self._sources[number]
+            found.append((part, source.live(slices_in(box, whole_box(source.shape))).reshape(part.shape)))
+        if len(found) == 1:
+            return found[0][1]
+        whole = torch.empty(wanted.shape, dtype=SIGNED_BY_SIZE[self.dtype.itemsize], device=self.device)
+        for part, bits in found:
+            whole[slices_in(part, wanted)] = bits
+        return whole
 
 
 class DeviceBase:
@@ -105,7 +163,7 @@ class DeviceBase:
 
     def take(self, shard: ShardBits, index: tuple[slice, ...]) -> None:
         """Take a part of a shard as published; done when it returns, or queued before whatever the device does next."""
-        if isinstance(shard, DeviceBits):
+        if isinstance(shard, ShardOnDevice):
             self._held[index].copy_(shard.live(index))
         else:
             self._held[index].copy_(to_device(np.asarray(shard[index]), self._device).view(self._held[index].shape))

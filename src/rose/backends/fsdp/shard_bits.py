@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import numpy as np
@@ -11,6 +12,8 @@ from rose.backends.fsdp.bits import bits_of, dtype_name
 from rose.interfaces.trainer import ShardBits
 from rose.transfer.delta import Bits
 from rose.transfer.layout import bits_dtype, read_whole
+from rose.transfer.resident import SupportsResidentBase
+from rose.transfer.source_views import HeldBits, HeldTensor
 
 
 BaseIn = Literal["device", "pinned", "host"]
@@ -32,6 +35,18 @@ def shard_bits(local: torch.Tensor, dtype: torch.dtype, *, base_in: BaseIn = "de
         return DeviceBits(local, dtype, base_in=base_in)
     is_ready = local.dtype == dtype and local.is_contiguous() and local.device.type == "cpu"
     return bits_of(local) if is_ready else CastBits(local, dtype)
+
+
+def held_bits(held: HeldTensor, parameters: Mapping[str, ShardBits]) -> ShardBits:
+    """Return the bits of a tensor that lies in pieces of parameters, whose bits ``shard_bits`` gave."""
+    sources = {piece.parameter: parameters[piece.parameter] for piece in held.pieces}
+    if all(isinstance(one, SupportsResidentBase) for one in sources.values()):
+        from rose.backends.device_codec.bits import DeviceHeldBits, ShardOnDevice  # noqa: PLC0415 - it uses this package
+
+        resident = {name: one for name, one in sources.items() if isinstance(one, ShardOnDevice)}
+        if len(resident) == len(sources) and len({one.device for one in resident.values()}) == 1:
+            return DeviceHeldBits(held, resident)
+    return HeldBits(held, parameters)
 
 
 class CastBits:
