@@ -35,6 +35,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the check; return 0 where everything that ran passed, or nothing could run."""
     options = _parser().parse_args(arguments)
     is_rehearsal = options.device == "cpu"
+    if options.page:
+        return _write_page()
     if is_rehearsal and (options.out is None or options.out.name.startswith("gpu-")):
         _say("a rehearsal on the CPU is no result of a GPU; name a file with --out that does not begin with gpu-")
         return 2
@@ -82,6 +84,15 @@ def run_parts(
         _show(outcome)
         outcomes.append(outcome)
     return outcomes
+
+
+def _write_page() -> int:
+    from rose.bench.gpu_check import page  # noqa: PLC0415 - it uses this module
+    from rose.bench.gpu_check.parts import parts  # noqa: PLC0415 - needs torch
+
+    page.write({one.name: one.shows for one in parts()})
+    _say(f"{page.PAGE} is made of the records in {RESULTS}")
+    return 0
 
 
 def slug(name: str) -> str:
@@ -170,6 +181,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--out", type=Path, help="where the results go; benchmarks/results/gpu-<card>.json by default")
     parser.add_argument("--only", nargs="+", metavar="PART", help="run only these parts")
+    parser.add_argument("--page", action="store_true", help="only make docs/gpu.md of the records that there are")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"], help=argparse.SUPPRESS)
     parser.add_argument("--quick", action="store_true", help=argparse.SUPPRESS)
     return parser
