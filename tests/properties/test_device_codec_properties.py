@@ -16,9 +16,9 @@ from rose.transfer.resident import Part
 
 torch = pytest.importorskip("torch")
 
-from rose.backends.device_codec import DeviceBits, DeviceComparer  # noqa: E402 - needs torch
-from rose.backends.device_codec.finding import TorchFinder  # noqa: E402
-from rose.backends.device_codec.keys import Keys  # noqa: E402
+from rose.backends.device_codec import DeviceBits, DeviceComparer
+from rose.backends.device_codec.finding import TorchFinder
+from rose.backends.device_codec.keys import Keys
 
 CPU = torch.device("cpu")
 WIRE = {"u1": torch.float8_e4m3fn, "u2": torch.bfloat16, "u4": torch.float32, "u8": torch.float64}
@@ -92,7 +92,10 @@ def facts(found: Comparison) -> tuple[object, ...]:
 
 @given(shards(), st.booleans(), st.sampled_from([1, 3, 7]), st.sampled_from([(1, 1), (4000, 700), (1 << 26, 1 << 21)]))
 def test_every_cell_has_the_kernels_bytes_and_sums(
-    drawn: Drawn, is_overwrite: bool, num_cells: int, limits: tuple[int, int]  # noqa: FBT001
+    drawn: Drawn,
+    is_overwrite: bool,  # noqa: FBT001
+    num_cells: int,
+    limits: tuple[int, int],
 ) -> None:
     comparer = DeviceComparer(CPU, finder=TorchFinder(), max_elements=limits[0], max_changes=limits[1])
     parts = parts_of(drawn, comparer, num_cells)

@@ -17,11 +17,11 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'rose-rl[collective]'")
-import torch.distributed as dist  # noqa: E402
+import torch.distributed as dist
 
-from rose.backends.collective import nccl  # noqa: E402
-from rose.backends.collective.group import Group, host_store  # noqa: E402
-from rose.errors import TransportError  # noqa: E402
+from rose.backends.collective import nccl
+from rose.backends.collective.group import Group, host_store
+from rose.errors import TransportError
 
 STUB = Path(torch.__file__).parent / "_C" / "_distributed_c10d.pyi"
 TIMEOUT = timedelta(seconds=0.3)
@@ -66,7 +66,9 @@ def problems(text: str) -> list[str]:
         for one in stub_class("BroadcastOptions", text).body
         if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name)
     }
-    found += [f"BroadcastOptions.{name} is gone" for name in ("rootRank", "rootTensor", "timeout") if name not in options]
+    found += [
+        f"BroadcastOptions.{name} is gone" for name in ("rootRank", "rootTensor", "timeout") if name not in options
+    ]
     return found
 
 
@@ -78,8 +80,16 @@ def test_torch_has_the_interface_that_is_used() -> None:
     ("old", "new", "problem"),
     [
         ("def is_completed(self)", "def is_done(self)", "Work.is_completed is gone"),
-        ("        size: int,\n        options: Options,", "        options: Options,\n        size: int,", "ProcessGroupNCCL.__init__ takes"),
-        ("    rootTensor: int\n    timeout: timedelta\n    asyncOp", "    timeout: timedelta\n    asyncOp", "BroadcastOptions.rootTensor is gone"),
+        (
+            "        size: int,\n        options: Options,",
+            "        options: Options,\n        size: int,",
+            "ProcessGroupNCCL.__init__ takes",
+        ),
+        (
+            "    rootTensor: int\n    timeout: timedelta\n    asyncOp",
+            "    timeout: timedelta\n    asyncOp",
+            "BroadcastOptions.rootTensor is gone",
+        ),
     ],
 )
 def test_a_changed_interface_is_noticed(old: str, new: str, problem: str) -> None:
@@ -138,7 +148,7 @@ def double(link: Link) -> Any:
             link.num_aborted += 1
 
     expected = parameters("ProcessGroupNCCL", "__init__", STUB.read_text())
-    assert [name for name in inspect.signature(ProcessGroupNCCL).parameters] == expected
+    assert list(inspect.signature(ProcessGroupNCCL).parameters) == expected
     return ProcessGroupNCCL
 
 
@@ -195,7 +205,7 @@ def test_the_watchdog_may_not_end_the_process_and_other_groups_keep_theirs(
 def test_a_peer_that_never_comes_costs_the_timeout(link: Link) -> None:
     link.is_hanging = True
     started = time.monotonic()
-    with pytest.raises(TransportError, match="group g of 2 did not meet within 0.3 s"):
+    with pytest.raises(TransportError, match=r"group g of 2 did not meet within 0\.3 s"):
         group(0)
     assert time.monotonic() - started < 2.0
     for _ in range(100):

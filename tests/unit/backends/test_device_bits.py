@@ -22,9 +22,9 @@ from rose.transfer.source_views import HeldBits, HeldTensor, View, held_tensors
 
 torch = pytest.importorskip("torch")
 
-from rose.backends.device_codec import DeviceBits, DeviceComparer, DeviceHeldBits  # noqa: E402 - needs torch
-from rose.backends.device_codec.finding import TorchFinder  # noqa: E402
-from rose.backends.fsdp.shard_bits import CastBits, held_bits, shard_bits  # noqa: E402
+from rose.backends.device_codec import DeviceBits, DeviceComparer, DeviceHeldBits
+from rose.backends.device_codec.finding import TorchFinder
+from rose.backends.fsdp.shard_bits import CastBits, held_bits, shard_bits
 
 CPU = torch.device("cpu")
 SHAPES = {"w": (64, 48), "t": (40, 30), "e": (6, 8, 5), "v": (1000,), "s": (), "none": (0, 4)}
@@ -133,9 +133,7 @@ def test_blobs_are_those_of_the_host(shards: Shards, dtype: str, is_overwrite: b
 
 def test_masters_are_cast_on_the_device() -> None:
     """Float32 masters that travel as bfloat16."""
-    written = [
-        published(Rank(torch.bfloat16, how), make_weights(torch.float32)) for how in (on_host, on_device)
-    ]
+    written = [published(Rank(torch.bfloat16, how), make_weights(torch.float32)) for how in (on_host, on_device)]
     assert written[0] == written[1]
 
 
@@ -220,7 +218,9 @@ def test_no_room_on_the_device_pins_the_base(monkeypatch: pytest.MonkeyPatch, ca
     shard = on_device(make_weights(torch.bfloat16), torch.bfloat16)["w"]
     with monkeypatch.context() as patch:
         patch.setattr(torch, "empty", full)
-        patch.setattr("rose.backends.device_codec.bits.empty_pinned", lambda shape, dtype, _: torch.zeros(shape, dtype=dtype))
+        patch.setattr(
+            "rose.backends.device_codec.bits.empty_pinned", lambda shape, dtype, _: torch.zeros(shape, dtype=dtype)
+        )
         base = shard.new_base()
     assert "no room on cpu for 6144 bytes" in caplog.text
     index = (slice(0, 64), slice(0, 48))
@@ -270,7 +270,5 @@ def test_what_changes_in_one_piece_is_found() -> None:
     )
     assert found.num_changed == 1
     assert found.streams is not None
-    positions, _ = kernels.load().decode(
-        found.streams, num_elements=48, dtype=np.dtype("<u4"), is_overwrite=False
-    )
+    positions, _ = kernels.load().decode(found.streams, num_elements=48, dtype=np.dtype("<u4"), is_overwrite=False)
     assert positions.tolist() == [47]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import numpy as np
@@ -15,9 +16,9 @@ from rose.transfer.writes import Write
 
 torch = pytest.importorskip("torch")
 
-from rose.backends.device_codec.way import DeviceWay  # noqa: E402 - needs torch
-from rose.backends.torch_weights.sink import DeviceSink, ParameterSink  # noqa: E402
-from rose.backends.torch_weights.slices import Piece, SlicePlan  # noqa: E402
+from rose.backends.device_codec.way import DeviceWay
+from rose.backends.torch_weights.sink import DeviceSink, ParameterSink
+from rose.backends.torch_weights.slices import Piece, SlicePlan
 
 CPU = torch.device("cpu")
 SIGNED = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -140,8 +141,6 @@ class Cuda:
         self.log.append("wait for device")
 
     def stream(self, stream: Any) -> Any:
-        import contextlib
-
         return contextlib.nullcontext()
 
     def current_stream(self, device: Any) -> str:

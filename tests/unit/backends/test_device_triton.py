@@ -11,9 +11,10 @@ torch = pytest.importorskip("torch")
 os.environ.setdefault("TRITON_INTERPRET", "1")
 pytest.importorskip("triton", reason="triton is not installed here; the kernels run where it is, see docs/gpu.md")
 
-from rose.backends.device_codec.finding import Pair, TorchFinder  # noqa: E402 - needs torch
-from rose.backends.device_codec.triton_finder import TritonFinder  # noqa: E402
-from rose.transfer.kernels import Rows  # noqa: E402
+from rose.backends.device_codec import triton_kernels
+from rose.backends.device_codec.finding import Pair, TorchFinder
+from rose.backends.device_codec.triton_finder import TritonFinder
+from rose.transfer.kernels import Rows
 
 INTS = [torch.int8, torch.int16, torch.int32, torch.int64]
 
@@ -79,8 +80,6 @@ def test_a_full_block_and_odd_strides_go_the_torch_way(monkeypatch: pytest.Monke
 @pytest.mark.parametrize("dtype", INTS)
 @pytest.mark.parametrize("kind", [torch.int32, torch.int64])
 def test_a_scatter_writes_rows_in_place(dtype: Any, kind: Any) -> None:
-    from rose.backends.device_codec import triton_kernels
-
     generator = torch.Generator().manual_seed(3)
     memory = drawn((30, 50), dtype, generator)
     before, live = memory.clone(), memory[:, 10:40]

@@ -62,7 +62,9 @@ def test_the_library_has_the_signatures(docs: dict[str, str | None]) -> None:
     assert problems(docs) == []
 
 
-@pytest.mark.parametrize(("call", "old", "new"), [("setup", "rdma_devices", "devices"), ("get_into", "size", "num_bytes")])
+@pytest.mark.parametrize(
+    ("call", "old", "new"), [("setup", "rdma_devices", "devices"), ("get_into", "size", "num_bytes")]
+)
 def test_a_changed_signature_is_noticed(docs: dict[str, str | None], call: str, old: str, new: str) -> None:
     before = docs[call]
     assert before is not None
@@ -144,9 +146,7 @@ def open_transport(**options: Any) -> MooncakeTransport:
 
 def test_protocol_and_devices_reach_the_library(store: Store) -> None:
     transport = open_transport(rdma_devices="mlx5_0,mlx5_1", segment_bytes=7)
-    assert store.log == [
-        ("setup", "127.0.0.1", "P2PHANDSHAKE", 7, 16 << 20, "rdma", "mlx5_0,mlx5_1", "m:1")
-    ]
+    assert store.log == [("setup", "127.0.0.1", "P2PHANDSHAKE", 7, 16 << 20, "rdma", "mlx5_0,mlx5_1", "m:1")]
     assert dict(transport.address().options) == {"master": "m:1", "protocol": "rdma", "metadata": "P2PHANDSHAKE"}
     with pytest.raises(ConfigError, match="rdma_devices='mlx5_0' needs protocol='rdma'"):
         MooncakeTransport(master="m:1", rdma_devices="mlx5_0")

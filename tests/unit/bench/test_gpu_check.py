@@ -17,13 +17,13 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from rose.backends.torch_weights.sink import DeviceSink  # noqa: E402 - needs torch
-from rose.bench.gpu_check import deltas, memory, page, runner, turns  # noqa: E402
-from rose.bench.gpu_check.one import outcome_of  # noqa: E402
-from rose.bench.gpu_check.outcome import FAILED, NOT_RUN, PASSED, Figure, Outcome  # noqa: E402
-from rose.bench.gpu_check.part import Bench, MismatchError, Part  # noqa: E402
-from rose.bench.gpu_check.parts import bench_on, parts  # noqa: E402
-from rose.errors import ConfigError  # noqa: E402
+from rose.backends.torch_weights.sink import DeviceSink
+from rose.bench.gpu_check import deltas, memory, page, runner, turns
+from rose.bench.gpu_check.one import outcome_of
+from rose.bench.gpu_check.outcome import FAILED, NOT_RUN, PASSED, Figure, Outcome
+from rose.bench.gpu_check.part import Bench, MismatchError, Part
+from rose.bench.gpu_check.parts import bench_on, parts
+from rose.errors import ConfigError
 
 ROOT = Path(__file__).parents[3]
 ALL = {one.name: one for one in parts()}
@@ -123,7 +123,7 @@ def test_the_whole_check_has_a_limit(capsys: pytest.CaptureFixture[str]) -> None
         figures = [Figure(name="copy within the device", value=7.0, unit="GB/s")] if name == "a" else []
         return Outcome(name=name, shows=shows, status=PASSED, figures=figures)
 
-    wanted = {name: "x" for name in "abcd"}
+    wanted = dict.fromkeys("abcd", "x")
     outcomes = runner.run_parts(wanted, run_one, limit_s=310.0, clock=lambda: now[0])
     assert given == [("a", 0.0, 150.0), ("b", 7.0, 150.0), ("c", 7.0, 110.0)]
     assert outcomes[3].reason == "the check had taken 300 s by then"

@@ -100,9 +100,7 @@ class Group:
             self._group: Any = (
                 _GlooGroup(meeting, rank, size, timeout=timeout, host=host)
                 if backend == "gloo"
-                else NcclGroup(
-                    meeting, rank, size, timeout=timeout, device=_gpu(device), chunk_bytes=CHUNK_BYTES
-                )
+                else NcclGroup(meeting, rank, size, timeout=timeout, device=_gpu(device), chunk_bytes=CHUNK_BYTES)
             )
         except RuntimeError as error:
             message = f"group {name} of {size} did not meet within {timeout_s} s: {_first_line(error)}"

@@ -9,7 +9,7 @@ optimizer step that made the weights.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch
 from rose.backends.device_codec.finding import Finder, Pair, TorchFinder
 from rose.backends.device_codec.keys import Keys
 from rose.backends.device_codec.streams import Changes, code
+from rose.backends.device_codec.triton_finder import TritonFinder
 from rose.errors import TrainerError
 from rose.transfer.kernels import Comparison
 from rose.transfer.resident import Part
@@ -124,10 +125,5 @@ def _pair(part: Part) -> Pair:
 
 
 def _best_finder(device: torch.device) -> Finder:
-    if device.type == "cuda":
-        from rose.backends.device_codec.triton_finder import TritonFinder  # noqa: PLC0415 - triton only where it is of use
-
-        found: Sequence[Finder] = [one for one in [TritonFinder.open()] if one is not None]
-        if found:
-            return found[0]
-    return TorchFinder()
+    found = TritonFinder.open() if device.type == "cuda" else None
+    return found or TorchFinder()

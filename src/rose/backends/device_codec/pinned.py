@@ -11,14 +11,19 @@ from typing import Any
 import numpy as np
 import torch
 
-_UNSIGNED_BY_SIZE = {1: np.dtype("<u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4"), 8: np.dtype("<u8")}
 SIGNED_BY_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 Array = np.ndarray[Any, np.dtype[Any]]
+_UNSIGNED_BY_SIZE: dict[int, np.dtype[Any]] = {
+    1: np.dtype("<u1"),
+    2: np.dtype("<u2"),
+    4: np.dtype("<u4"),
+    8: np.dtype("<u8"),
+}
 
 
 def is_async(device: torch.device) -> bool:
     """Return whether copies to and from a device are queued."""
-    return device.type == "cuda"
+    return bool(device.type == "cuda")
 
 
 def empty_pinned(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -49,4 +54,5 @@ def to_device(array: Array, device: torch.device) -> torch.Tensor:
 def patterns(tensor: torch.Tensor) -> Array:
     """Return a tensor of the host as unsigned patterns that share its memory."""
     signed: Array = tensor.view(SIGNED_BY_SIZE[tensor.element_size()]).numpy()
-    return signed.view(_UNSIGNED_BY_SIZE[tensor.element_size()])
+    unsigned: Array = signed.view(_UNSIGNED_BY_SIZE[tensor.element_size()])
+    return unsigned

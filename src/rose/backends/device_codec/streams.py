@@ -54,9 +54,7 @@ def code(changes: Changes, keys: Keys, *, is_overwrite: bool) -> list[Comparison
     if not changed:
         return [nothing] * len(changes.cells)
     group = _Group(
-        attrs.evolve(
-            changes, cells=[changes.cells[i] for i in changed], counts=[changes.counts[i] for i in changed]
-        ),
+        attrs.evolve(changes, cells=[changes.cells[i] for i in changed], counts=[changes.counts[i] for i in changed]),
         is_overwrite=is_overwrite,
     )
     found = [nothing] * len(changes.cells)

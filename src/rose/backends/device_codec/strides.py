@@ -7,7 +7,7 @@ import torch
 
 def row_step(bits: torch.Tensor) -> int:
     """Return how far one row of a tensor lies from the next."""
-    return bits.stride(-2) if bits.dim() > 1 else bits.numel()
+    return int(bits.stride(-2) if bits.dim() > 1 else bits.numel())
 
 
 def is_rows(bits: torch.Tensor) -> bool:

@@ -86,7 +86,12 @@ class TritonFinder:
         )
 
     def _gathered(
-        self, cells: Sequence[Any], bounds: Sequence[int], slots: Sequence[torch.Tensor], counts: torch.Tensor, ends: torch.Tensor
+        self,
+        cells: Sequence[Any],
+        bounds: Sequence[int],
+        slots: Sequence[torch.Tensor],
+        counts: torch.Tensor,
+        ends: torch.Tensor,
     ) -> Changes:
         num = bounds[-1]
         positions, new, old = (torch.empty(num, dtype=one.dtype, device=one.device) for one in slots)

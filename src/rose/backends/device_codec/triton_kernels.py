@@ -4,7 +4,7 @@ Patterns are signed integers throughout; nothing interprets them. 64-bit offsets
 """
 
 # mypy: ignore-errors
-# ruff: noqa: ANN001, ANN201, N803 - Triton's own signatures
+# ruff: noqa: ANN001, ANN201, D417, N803 - Triton's own signatures
 
 from __future__ import annotations
 
@@ -49,9 +49,7 @@ def find_changes(
 
 
 @triton.jit
-def gather_changes(
-    slot_positions, slot_new, slot_old, counts, ends, positions, new, old, NUM_SLOTS: tl.constexpr
-):
+def gather_changes(slot_positions, slot_new, slot_old, counts, ends, positions, new, old, NUM_SLOTS: tl.constexpr):
     """Move the changes of one block to where they belong among all.
 
     Args:

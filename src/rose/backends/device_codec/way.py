@@ -161,7 +161,9 @@ class DeviceWay:
             if self._write_stream is None:
                 self._write_stream = torch.cuda.Stream(self._device)
             if not self._is_open:
-                torch.cuda.synchronize(self._device)  # whatever stream the engine computes on, it is paused and done now
+                torch.cuda.synchronize(
+                    self._device
+                )  # whatever stream the engine computes on, it is paused and done now
                 self._is_open = True
             with torch.cuda.stream(self._write_stream):
                 yield self._stages
@@ -173,7 +175,9 @@ class DeviceWay:
                 yield
                 return
             if self._read_stream is None:
-                self._read_stream = torch.cuda.Stream(self._device, priority=0)  # the lowest; torch's others are below 0
+                self._read_stream = torch.cuda.Stream(
+                    self._device, priority=0
+                )  # the lowest; torch's others are below 0
             with torch.cuda.stream(self._read_stream):
                 yield
 

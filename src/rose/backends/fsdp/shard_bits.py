@@ -15,7 +15,6 @@ from rose.transfer.layout import bits_dtype, read_whole
 from rose.transfer.resident import SupportsResidentBase
 from rose.transfer.source_views import HeldBits, HeldTensor
 
-
 BaseIn = Literal["device", "pinned", "host"]
 """Where the last published bits of a shard on a GPU are kept, and compared: see ``rose.backends.device_codec``. With ``host`` the shard is
 brought to the host for every version and compared there."""
@@ -41,7 +40,10 @@ def held_bits(held: HeldTensor, parameters: Mapping[str, ShardBits]) -> ShardBit
     """Return the bits of a tensor that lies in pieces of parameters, whose bits ``shard_bits`` gave."""
     sources = {piece.parameter: parameters[piece.parameter] for piece in held.pieces}
     if all(isinstance(one, SupportsResidentBase) for one in sources.values()):
-        from rose.backends.device_codec.bits import DeviceHeldBits, ShardOnDevice  # noqa: PLC0415 - it uses this package
+        from rose.backends.device_codec.bits import (  # noqa: PLC0415 - it uses this package
+            DeviceHeldBits,
+            ShardOnDevice,
+        )
 
         resident = {name: one for name, one in sources.items() if isinstance(one, ShardOnDevice)}
         if len(resident) == len(sources) and len({one.device for one in resident.values()}) == 1:

@@ -108,7 +108,9 @@ class FsdpTrainer(Trainer):
     def shards(self) -> Mapping[str, ShardBits]:
         """Return this rank's bits: views where dtype and strides allow, else cast when a slice is read."""
         with torch.no_grad():
-            bits = {name: source.bits(self._base_in) for name, source in self._sources.items() if source.box is not None}
+            bits = {
+                name: source.bits(self._base_in) for name, source in self._sources.items() if source.box is not None
+            }
         own = {name: one for name, one in bits.items() if name not in self._viewed}
         return own | {name: held_bits(held, bits) for name, held in self._held.items()}
 

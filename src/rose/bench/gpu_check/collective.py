@@ -37,7 +37,9 @@ class OneRank(Part):
         store, _ = host_store(_HOST, _TIMEOUT_S)
         backend = "nccl" if bench.is_gpu else "gloo"
         started = time.perf_counter()
-        group = Group(store, "one", rank=0, size=1, backend=backend, host=_HOST, timeout_s=_TIMEOUT_S, device=bench.device.index)
+        group = Group(
+            store, "one", rank=0, size=1, backend=backend, host=_HOST, timeout_s=_TIMEOUT_S, device=bench.device.index
+        )
         made_s = time.perf_counter() - started
         seconds = bench.timed(lambda: group.broadcast(data), repeats=3)
         group.close()
@@ -85,9 +87,7 @@ class TwoOnOneCard(Part):
 
 def _attempt(store: Any, *, rank: int, index: int) -> str:
     try:
-        group = Group(
-            store, "two", rank=rank, size=2, backend="nccl", host=_HOST, timeout_s=_TIMEOUT_S, device=index
-        )
+        group = Group(store, "two", rank=rank, size=2, backend="nccl", host=_HOST, timeout_s=_TIMEOUT_S, device=index)
         group.broadcast(np.zeros(1 << 16, dtype=np.uint8))
     except TransportError as error:
         return f"TransportError: {error}"

@@ -17,6 +17,7 @@ from rose.backends.fsdp.bits import bits_of
 from rose.bench.gpu_check import qwen3
 from rose.bench.gpu_check.outcome import Figure
 from rose.bench.gpu_check.part import Bench, MismatchError, Part, lacking
+from rose.interfaces.trainer import ShardBits
 from rose.transfer import kernels
 from rose.transfer.delta import as_rows
 from rose.transfer.encoder import RankEncoder
@@ -80,7 +81,9 @@ class Blobs(Part):
     """A trainer rank's versions over the device's shards are, blob for blob, those over the host's."""
 
     name = "publish"
-    shows = "whole versions of one layer: the blobs over shards on the device are those over the same shards on the host"
+    shows = (
+        "whole versions of one layer: the blobs over shards on the device are those over the same shards on the host"
+    )
 
     def run(self, bench: Bench) -> Sequence[Figure]:
         """Publish a row of versions both ways."""
@@ -92,7 +95,8 @@ class Blobs(Part):
             qwen3.change(weights, seed=version, fraction=fraction)
             on_device = {n: DeviceBits(tensor, torch.bfloat16, comparer=comparer) for n, tensor in weights.items()}
             on_host = {name: bits_of(tensor) for name, tensor in weights.items()}
-            for i, (rank, shards) in enumerate(zip(ranks, (on_device, on_host), strict=True)):
+            both: tuple[Mapping[str, ShardBits], ...] = (on_device, on_host)
+            for i, (rank, shards) in enumerate(zip(ranks, both, strict=True)):
                 times[i] = bench.timed(lambda r=rank, s=shards: r.encode(s), repeats=1)  # type: ignore[misc] # bound now
                 rank.encoder.commit(shards)
             if ranks[0].blobs != ranks[1].blobs:

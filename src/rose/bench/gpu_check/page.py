@@ -30,12 +30,24 @@ WITHOUT_A_GPU: Mapping[str, str] = {
 
 BEYOND: Sequence[tuple[str, str]] = (
     ("NCCL between two cards or more", "needs two cards; the group over a double, gloo for real"),
-    ("Mooncake over RDMA, and blobs read into memory of a GPU", "the binding's signatures, as installed; the calls over a double"),
-    ("A vLLM engine on a GPU under `cuda`: kvcached beneath it, its scheduler with two batches in flight", "vLLM's CPU build, and doubles"),
+    (
+        "Mooncake over RDMA, and blobs read into memory of a GPU",
+        "the binding's signatures, as installed; the calls over a double",
+    ),
+    (
+        "A vLLM engine on a GPU under `cuda`: kvcached beneath it, its scheduler with two batches in flight",
+        "vLLM's CPU build, and doubles",
+    ),
     ("An SGLang engine on a GPU", "SGLang's CPU build"),
     ("A tensor-parallel engine over several shared GPUs", "gangs of paced devices"),
-    ("FSDP2 and Megatron-Core trainers with parameters on GPUs", "both on the CPU over gloo; their shards as CPU tensors"),
-    ("The base pinned on the host (`base_in=\"pinned\"`), and a device without room for it", "the same code on CPU tensors"),
+    (
+        "FSDP2 and Megatron-Core trainers with parameters on GPUs",
+        "both on the CPU over gloo; their shards as CPU tensors",
+    ),
+    (
+        'The base pinned on the host (`base_in="pinned"`), and a device without room for it',
+        "the same code on CPU tensors",
+    ),
 )
 """What ROSE has code for and `make gpu-check` does not try, and what stands for it."""
 
@@ -57,7 +69,9 @@ def records(folder: Path) -> list[dict[str, Any]]:
     for path in sorted(folder.glob("gpu-*.json")):
         document = json.loads(path.read_text(encoding="utf-8"))
         if document.get("schema") != SCHEMA or document.get("is_rehearsal") or document["card"]["type"] == "cpu":
-            message = f"{path} is no record of a GPU: it must be one that `make gpu-check` wrote on a machine with a GPU"
+            message = (
+                f"{path} is no record of a GPU: it must be one that `make gpu-check` wrote on a machine with a GPU"
+            )
             raise ConfigError(message)
         found.append(document)
     return found
@@ -113,7 +127,9 @@ def _figures(record: Mapping[str, Any]) -> list[str]:
         if part["status"] == PASSED
         for one in part["figures"]
     )
-    failures = [f"`{p['name']}` failed: {p['reason']}\n" for p in record["parts"] if p["status"] not in {PASSED, NOT_RUN}]
+    failures = [
+        f"`{p['name']}` failed: {p['reason']}\n" for p in record["parts"] if p["status"] not in {PASSED, NOT_RUN}
+    ]
     return [f"## {card['name']}\n", f"{head}\n", *failures, *_table(["part", "figure", "value", "aim"], rows)]
 
 

@@ -36,7 +36,7 @@ class Bench:
     @property
     def is_gpu(self) -> bool:
         """Return whether there are queues, events and a memory of its own."""
-        return self.device.type == "cuda"
+        return bool(self.device.type == "cuda")
 
     def wait(self) -> None:
         """Wait until the device has done everything."""

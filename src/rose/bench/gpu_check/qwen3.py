@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -50,7 +50,7 @@ def specs_of(weights: Mapping[str, torch.Tensor]) -> dict[str, TensorSpec]:
     }
 
 
-def cells_of(weights: Mapping[str, torch.Tensor], *, num_ranks: int) -> tuple[dict[str, ShardSpec], list[Cell]]:
+def cells_of(weights: Mapping[str, torch.Tensor], *, num_ranks: int) -> tuple[dict[str, ShardSpec], Sequence[Cell]]:
     """Return a trainer rank's boxes, all of everything, and its cells for engines of ``num_ranks`` tensor-parallel ranks."""
     specs = specs_of(weights)
     layout = {name: whole_box(spec.shape) for name, spec in specs.items()}

@@ -80,9 +80,7 @@ def _plan(device: torch.device, *, is_quick: bool) -> tuple[SlicePlan, dict[str,
             pieces[name] = (Piece(box=whole_box(shapes[name]), live=live[fused][row : row + shapes[name][0]]),)
             row += shapes[name][0]
     columns = shapes["down"][1] // 2
-    pieces["down"] = (
-        Piece(box=ShardSpec(offset=(0, columns), shape=(shapes["down"][0], columns)), live=live["down"]),
-    )
+    pieces["down"] = (Piece(box=ShardSpec(offset=(0, columns), shape=(shapes["down"][0], columns)), live=live["down"]),)
     pieces["o"] = (Piece(box=whole_box(shapes["o"]), live=live["o"]),)
     specs = {name: TensorSpec(name=name, shape=shapes[name], dtype="bfloat16") for name in pieces}
     return SlicePlan(tensors=specs, pieces=pieces), live

@@ -6,6 +6,7 @@ import multiprocessing
 import tempfile
 import time
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from rose.backends.cuda import CudaDevice
 from rose.backends.host import HostDevice
 from rose.bench.gpu_check.outcome import Figure
 from rose.bench.gpu_check.part import Bench, MismatchError, Part
-from rose.interfaces.device import Device, StepWork
+from rose.interfaces.device import StepWork
 
 _AIM_US = 100.0
 _WAIT_S = 120.0
@@ -55,9 +56,7 @@ def _processes(path: Path, num: int, num_steps: int, size: int, index: int | Non
     context = multiprocessing.get_context("spawn")
     answers: Any = context.Queue()
     barrier = context.Barrier(num)
-    workers = [
-        context.Process(target=_work, args=(path, num_steps, size, index, barrier, answers)) for _ in range(num)
-    ]
+    workers = [context.Process(target=_work, args=(path, num_steps, size, index, barrier, answers)) for _ in range(num)]
     for worker in workers:
         worker.start()
     try:
@@ -70,7 +69,7 @@ def _processes(path: Path, num: int, num_steps: int, size: int, index: int | Non
 
 
 def _work(path: Path, num_steps: int, size: int, index: int | None, barrier: Any, answers: Any) -> None:
-    device: Device = HostDevice(path) if index is None else CudaDevice(path, index=index, memory="sleep")
+    device = HostDevice(path) if index is None else CudaDevice(path, index=index, memory="sleep")
     place = torch.device("cpu") if index is None else torch.device("cuda", index)
     matrix = torch.zeros(size, size, dtype=torch.float32 if index is None else torch.bfloat16, device=place)
     step = StepWork(num_prefill_tokens=0, num_decodes=1)
@@ -103,11 +102,9 @@ def _handovers(turns: Sequence[np.ndarray]) -> np.ndarray:
     Raises:
         MismatchError: Two turns overlap.
     """
-    rows = sorted(
-        (had, gave, wanted, owner) for owner, one in enumerate(turns) for wanted, had, gave in one.tolist()
-    )
+    rows = sorted((had, gave, wanted, owner) for owner, one in enumerate(turns) for wanted, had, gave in one.tolist())
     found = []
-    for (_, gave, _, owner), (had, _, wanted, other) in zip(rows, rows[1:], strict=False):
+    for (_, gave, _, owner), (had, _, wanted, other) in pairwise(rows):
         if had < gave:
             message = f"two processes had the turn at once, for {1e6 * (gave - had):.0f} us"
             raise MismatchError(message)
