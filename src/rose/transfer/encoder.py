@@ -249,6 +249,9 @@ class RankEncoder:
         """Yield the encoded cells in order, those of resident bases from their comparers, the others from our own threads."""
         elsewhere = {} if is_whole else self._compared_elsewhere(shards)
         with closing(self._encoded_here(shards, elsewhere, is_whole=is_whole)) as here:
+            if not elsewhere:
+                yield from enumerate(here)
+                return
             for number, slot in enumerate(self._slots):
                 if number in elsewhere:
                     found = next(elsewhere[number])
@@ -258,6 +261,8 @@ class RankEncoder:
 
     def _compared_elsewhere(self, shards: Mapping[str, ShardBits]) -> dict[int, Iterator[Comparison]]:
         """Return which cells have a resident base and a shard that can be compared with it, each with its comparer's answers."""
+        if all(isinstance(base, np.ndarray) for base in (self._last or {}).values()):
+            return {}
         parts: dict[int, list[Part]] = {}
         comparers: dict[int, Comparer] = {}
         which: dict[int, int] = {}
