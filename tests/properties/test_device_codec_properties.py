@@ -17,8 +17,8 @@ from rose.transfer.resident import Part
 torch = pytest.importorskip("torch")
 
 from rose.backends.device_codec import DeviceBits, DeviceComparer
-from rose.backends.device_codec.finding import TorchFinder
 from rose.backends.device_codec.keys import Keys
+from rose.backends.device_codec.torch_way import TorchWay
 
 CPU = torch.device("cpu")
 WIRE = {"u1": torch.float8_e4m3fn, "u2": torch.bfloat16, "u4": torch.float32, "u8": torch.float64}
@@ -97,7 +97,9 @@ def test_every_cell_has_the_kernels_bytes_and_sums(
     num_cells: int,
     limits: tuple[int, int],
 ) -> None:
-    comparer = DeviceComparer(CPU, finder=TorchFinder(), max_elements=limits[0], max_changes=limits[1])
+    comparer = DeviceComparer(
+        CPU, make_way=lambda keys: TorchWay(keys, max_elements=limits[0], max_changes=limits[1])
+    )
     parts = parts_of(drawn, comparer, num_cells)
     found = list(comparer.compare(parts, is_overwrite=is_overwrite))
     assert len(found) == len(parts)

@@ -23,7 +23,7 @@ from rose.transfer.source_views import HeldBits, HeldTensor, View, held_tensors
 torch = pytest.importorskip("torch")
 
 from rose.backends.device_codec import DeviceBits, DeviceComparer, DeviceHeldBits
-from rose.backends.device_codec.finding import TorchFinder
+from rose.backends.device_codec.torch_way import TorchWay
 from rose.backends.fsdp.shard_bits import CastBits, held_bits, shard_bits
 
 CPU = torch.device("cpu")
@@ -93,7 +93,7 @@ def on_host(weights: Mapping[str, Any], dtype: Any) -> Mapping[str, Any]:
 
 
 def on_device(weights: Mapping[str, Any], dtype: Any, **options: Any) -> Mapping[str, Any]:
-    comparer = DeviceComparer(CPU, finder=TorchFinder(), max_elements=3000, max_changes=200)
+    comparer = DeviceComparer(CPU, make_way=lambda keys: TorchWay(keys, max_elements=3000, max_changes=200))
     return {name: DeviceBits(tensor, dtype, comparer=comparer, **options) for name, tensor in weights.items()}
 
 

@@ -64,11 +64,95 @@ def code(changes: Changes, keys: Keys, *, is_overwrite: bool) -> list[Comparison
 
 
 @attrs.frozen(kw_only=True, eq=False)
-class _Streams:
-    """The four buffers of a group, and how many bytes of each are used before each cell ends."""
+class Layout:
+    """Where the streams of each cell of a group lie in those of the group, as far as counts alone tell.
 
-    buffers: Sequence[torch.Tensor]
-    ends_c: Sequence[Array | torch.Tensor]
+    Attributes:
+        has_nibbles: Whether differences have 4-bit codes; else codes are byte planes.
+        counts_c: Changes.
+        firsts_c: Changes of all cells before.
+        shifts_c: Low bits of gaps.
+        low_starts_c: Where low parts begin, in bytes.
+        low_ends_c: Where they end.
+        code_starts_c: Where codes begin.
+        code_ends_c: Where they end.
+    """
+
+    has_nibbles: bool
+    counts_c: Array
+    firsts_c: Array
+    shifts_c: Array
+    low_starts_c: Array
+    low_ends_c: Array
+    code_starts_c: Array
+    code_ends_c: Array
+
+    @classmethod
+    def of(cls, cells: Sequence[Rows], counts: Sequence[int], itemsize: int, *, is_overwrite: bool) -> Layout:
+        """Return the layout of cells with so many changes each."""
+        has_nibbles = itemsize <= _NIBBLE_BYTES and not is_overwrite
+        counts_c = np.array(counts, dtype=np.int64)
+        shifts = [shift_of(rows.num_elements, n) for rows, n in zip(cells, counts, strict=True)]
+        shifts_c = np.array(shifts, dtype=np.int64)
+        low_bytes_c = (counts_c * shifts_c + 7) // 8
+        code_bytes_c = (counts_c + 1) // 2 if has_nibbles else counts_c * itemsize
+        low_ends_c, code_ends_c = np.cumsum(low_bytes_c), np.cumsum(code_bytes_c)
+        return cls(
+            has_nibbles=has_nibbles,
+            counts_c=counts_c,
+            firsts_c=np.cumsum(counts_c) - counts_c,
+            shifts_c=shifts_c,
+            low_starts_c=low_ends_c - low_bytes_c,
+            low_ends_c=low_ends_c,
+            code_starts_c=code_ends_c - code_bytes_c,
+            code_ends_c=code_ends_c,
+        )
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Coded:
+    """The streams of a group on the device, and what only the device knew.
+
+    Attributes:
+        gaps: Their bytes, and more.
+        lows: Bytes.
+        codes: Bytes.
+        escapes: Elements, and more.
+        gap_ends_c: Where each cell's gaps end.
+        escape_ends_c: Where its escapes end, in elements.
+        sums_c: int64 ``[4, num_cells]``: by how much its sum moves, and the sum of its new patterns.
+    """
+
+    gaps: torch.Tensor
+    lows: torch.Tensor
+    codes: torch.Tensor
+    escapes: torch.Tensor
+    gap_ends_c: Array
+    escape_ends_c: Array
+    sums_c: Array
+
+
+def comparisons(cells: Sequence[Rows], itemsize: int, layout: Layout, coded: Coded) -> list[Comparison]:
+    """Bring a group's streams to the host, by one wait, and cut them into cells; those that are no smaller so have none."""
+    buffers = [coded.gaps, coded.lows, coded.codes, coded.escapes.view(torch.uint8)]
+    ends = [coded.gap_ends_c, layout.low_ends_c, layout.code_ends_c, coded.escape_ends_c * itemsize]
+    parts = [_pieces(one, end) for one, end in zip(_downloaded(buffers, ends), ends, strict=True)]
+    found = []
+    for i, rows in enumerate(cells):
+        moved, values = to_sum(coded.sums_c[:2, i].tolist()), to_sum(coded.sums_c[2:, i].tolist())
+        num_changed = int(layout.counts_c[i])
+        streams = ChangeStreams(
+            num_changed=num_changed,
+            shift=int(layout.shifts_c[i]),
+            gaps=parts[0][i],
+            lows=parts[1][i],
+            codes=parts[2][i],
+            escapes=parts[3][i],
+            values_sum=values,
+        )
+        is_smaller = 0 < num_changed and streams.num_bytes < rows.num_elements * itemsize
+        found.append(Comparison(num_changed=num_changed, streams=streams if is_smaller else None, sum_delta=moved))
+    return found
 
 
 class _Group:
@@ -77,24 +161,15 @@ class _Group:
     def __init__(self, changes: Changes, *, is_overwrite: bool) -> None:
         self.changes, self.is_overwrite = changes, is_overwrite
         self.device, self.itemsize = changes.new.device, changes.new.element_size()
-        self.has_nibbles = self.itemsize <= _NIBBLE_BYTES and not is_overwrite
-        self.counts_c = np.array(changes.counts, dtype=np.int64)
-        self.ends_c = np.cumsum(self.counts_c)
-        self.firsts_c = self.ends_c - self.counts_c
-        self.shifts_c = np.array(
-            [shift_of(r.num_elements, n) for r, n in zip(changes.cells, changes.counts, strict=True)], dtype=np.int64
-        )
-        self.num = int(self.ends_c[-1])
-        low_bytes_c = (self.counts_c * self.shifts_c + 7) // 8
-        code_bytes_c = (self.counts_c + 1) // 2 if self.has_nibbles else self.counts_c * self.itemsize
-        self.low_ends_c, self.code_ends_c = np.cumsum(low_bytes_c), np.cumsum(code_bytes_c)
+        self.layout = layout = Layout.of(changes.cells, changes.counts, self.itemsize, is_overwrite=is_overwrite)
+        self.num = int(layout.counts_c.sum())
         rows = changes.cells
         table = {
-            "first": self.firsts_c,
-            "count": self.counts_c,
-            "shift": self.shifts_c,
-            "low_start": self.low_ends_c - low_bytes_c,
-            "code_start": self.code_ends_c - code_bytes_c,
+            "first": layout.firsts_c,
+            "count": layout.counts_c,
+            "shift": layout.shifts_c,
+            "low_start": layout.low_starts_c,
+            "code_start": layout.code_starts_c,
             "row_len": np.array([one.row_len for one in rows], dtype=np.int64),
             "skip": np.array([one.stride - one.row_len for one in rows], dtype=np.int64),
             "start": np.array([one.start for one in rows], dtype=np.int64),
@@ -115,17 +190,24 @@ class _Group:
         difference_n = self.changes.new - self.changes.old
         values_n = self.changes.new if self.is_overwrite else difference_n
         escapes, escape_ends_n = values_n[:0], torch.zeros_like(self.rank_n)
-        if self.has_nibbles:
+        if self.layout.has_nibbles:
             codes, escapes, escape_ends_n = self._nibbles(difference_n)
         else:
             codes = self._planes(values_n)
-        last_c = to_device(self.ends_c - 1, self.device)
+        last_c = to_device(self.layout.firsts_c + self.layout.counts_c - 1, self.device)
         shares = torch.cat([self._moved(keys), self._values(keys)])  # [4, num]
         totals = shares.cumsum(dim=1)[:, last_c]
         numbers = torch.cat([torch.stack([gap_ends_n[last_c], escape_ends_n[last_c]]), totals]).cpu().numpy()
-        buffers = [gaps, lows, codes, escapes.view(torch.uint8)]
-        ends = [numbers[0] + 1, self.low_ends_c, self.code_ends_c, numbers[1] * self.itemsize]
-        return self._comparisons(buffers, ends, np.diff(numbers[2:], axis=1, prepend=0))
+        coded = Coded(
+            gaps=gaps,
+            lows=lows,
+            codes=codes,
+            escapes=escapes,
+            gap_ends_c=numbers[0] + 1,
+            escape_ends_c=numbers[1],
+            sums_c=np.diff(numbers[2:], axis=1, prepend=0),
+        )
+        return comparisons(self.changes.cells, self.itemsize, self.layout, coded)
 
     def _gaps(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return coded gaps, at which byte each change's ends, and the low parts."""
@@ -142,13 +224,13 @@ class _Group:
 
     def _lows(self, gap_n: torch.Tensor, shift_n: torch.Tensor) -> torch.Tensor:
         """Return the low parts of gaps: of a byte its two half bytes, low first, are what 4-bit pieces are, too."""
-        num_bytes = int(self.low_ends_c[-1])
+        num_bytes = int(self.layout.low_ends_c[-1])
         nowhere = 2 * num_bytes
         halves = torch.zeros(nowhere + 1, dtype=torch.uint8, device=self.device)
         at = 2 * self.of_cell("low_start") + self.rank_n * (shift_n >> 2)
         halves[torch.where(shift_n > 0, at, nowhere)] = (gap_n & 15).to(torch.uint8)
         halves[torch.where(shift_n > 4, at + 1, nowhere)] = ((gap_n >> 4) & 15).to(torch.uint8)  # noqa: PLR2004 - 8 bits
-        return _packed(halves[:nowhere])
+        return packed(halves[:nowhere])
 
     def _nibbles(self, difference_n: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return 4-bit codes, escapes, and how many of these there are up to each change."""
@@ -156,16 +238,16 @@ class _Group:
         code_n = torch.where(signed > 0, 2 * signed - 2, -2 * signed - 1)
         is_escape = code_n >= _NUM_CODES
         code_n.masked_fill_(is_escape, _ESCAPE)
-        halves = torch.zeros(2 * int(self.code_ends_c[-1]), dtype=torch.uint8, device=self.device)
+        halves = torch.zeros(2 * int(self.layout.code_ends_c[-1]), dtype=torch.uint8, device=self.device)
         halves[2 * self.of_cell("code_start") + self.rank_n] = code_n.to(torch.uint8)
         ends_n = is_escape.cumsum(dim=0)
         escapes = torch.empty(self.num + 1, dtype=difference_n.dtype, device=self.device)
         escapes[torch.where(is_escape, ends_n - 1, self.num)] = difference_n
-        return _packed(halves), escapes, ends_n
+        return packed(halves), escapes, ends_n
 
     def _planes(self, values_n: torch.Tensor) -> torch.Tensor:
         """Return the byte planes of each cell."""
-        codes = torch.empty(int(self.code_ends_c[-1]), dtype=torch.uint8, device=self.device)
+        codes = torch.empty(int(self.layout.code_ends_c[-1]), dtype=torch.uint8, device=self.device)
         at, count_n = self.of_cell("code_start") + self.rank_n, self.of_cell("count")
         pieces = values_n.contiguous().view(torch.uint8).view(self.num, self.itemsize)
         for plane in range(self.itemsize):
@@ -183,35 +265,15 @@ class _Group:
 
     def _values(self, keys: Keys) -> torch.Tensor:
         """Return each change's share of the sum of new patterns alone."""
-        end = int(self.counts_c.max())
+        end = int(self.layout.counts_c.max())
         new = unsigned(self.changes.new)
         if self.itemsize == _WIDE_BYTES:
             return keys.weighed_wide(self.rank_n, new, torch.zeros_like(new), end=end)
         return keys.weighed(self.rank_n, new, end=end)
 
-    def _comparisons(self, buffers: Sequence[torch.Tensor], ends: Sequence[Array], sums: Array) -> list[Comparison]:
-        """Cut what came to the host into cells; those that are no smaller so have no streams."""
-        parts = [_pieces(one, end) for one, end in zip(_downloaded(buffers, ends), ends, strict=True)]
-        found = []
-        for i, rows in enumerate(self.changes.cells):
-            moved, values = to_sum(sums[:2, i].tolist()), to_sum(sums[2:, i].tolist())
-            streams = ChangeStreams(
-                num_changed=int(self.counts_c[i]),
-                shift=int(self.shifts_c[i]),
-                gaps=parts[0][i],
-                lows=parts[1][i],
-                codes=parts[2][i],
-                escapes=parts[3][i],
-                values_sum=values,
-            )
-            is_smaller = streams.num_bytes < rows.num_elements * self.itemsize
-            found.append(
-                Comparison(num_changed=streams.num_changed, streams=streams if is_smaller else None, sum_delta=moved)
-            )
-        return found
 
-
-def _packed(halves: torch.Tensor) -> torch.Tensor:
+def packed(halves: torch.Tensor) -> torch.Tensor:
+    """Return half bytes, one a byte, as bytes, the first in the low half."""
     return halves[::2] | (halves[1::2] << 4)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -11,8 +11,9 @@ import numpy as np
 import torch
 
 from rose.backends.device_codec import DeviceBits, DeviceComparer
-from rose.backends.device_codec.finding import Finder, TorchFinder
-from rose.backends.device_codec.triton_finder import TritonFinder
+from rose.backends.device_codec.keys import Keys
+from rose.backends.device_codec.torch_way import TorchWay, Way
+from rose.backends.device_codec.triton_way import TritonWay
 from rose.backends.fsdp.bits import bits_of
 from rose.bench.gpu_check import qwen3
 from rose.bench.gpu_check.outcome import Figure
@@ -32,25 +33,25 @@ _NUM_LAYERS = 4
 
 
 class DeltaPath(Part):
-    """One finder: bit-exact on one layer at several densities, its rate on several layers at the usual one."""
+    """One way: bit-exact on one layer at several densities, its rate on several layers at the usual one."""
 
-    def __init__(self, finder: str) -> None:
-        """Take a finder by name: ``torch`` or ``triton``."""
-        self._finder = finder
-        self.name = f"delta-{finder}"
-        self.shows = f"cells of Qwen3-8B compared by {finder} and coded on the device: the CPU codec's bytes and sums, and the rate"
+    def __init__(self, way: str) -> None:
+        """Take a way by name: ``torch`` or ``triton``."""
+        self._way = way
+        self.name = f"delta-{way}"
+        self.shows = f"cells of Qwen3-8B compared by {way} and coded on the device: the CPU codec's bytes and sums, and the rate"
 
     def problem(self, bench: Bench) -> str:
         """Triton needs Triton, and a GPU or its interpreter."""
-        if self._finder == "torch":
+        if self._way == "torch":
             return ""
         is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"
         return lacking("triton") or ("" if bench.is_gpu or is_interpreted else "needs a GPU, or Triton's interpreter")
 
     def run(self, bench: Bench) -> Sequence[Figure]:
         """Prove, then measure."""
-        finder: Finder = TorchFinder() if self._finder == "torch" else TritonFinder()
-        comparer = DeviceComparer(bench.device, finder=finder)
+        make: dict[str, Callable[[Keys], Way]] = {"torch": TorchWay, "triton": TritonWay}
+        comparer = DeviceComparer(bench.device, make_way=make[self._way])
         num_cells = sum(_check_exact(bench, comparer, fraction, seed) for seed, fraction in enumerate(_FRACTIONS))
         weights = qwen3.layers(1 if bench.is_quick else _NUM_LAYERS, bench.device, is_quick=bench.is_quick)
         parts = _parts(weights, comparer)
