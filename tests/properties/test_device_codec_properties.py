@@ -97,9 +97,7 @@ def test_every_cell_has_the_kernels_bytes_and_sums(
     num_cells: int,
     limits: tuple[int, int],
 ) -> None:
-    comparer = DeviceComparer(
-        CPU, make_way=lambda keys: TorchWay(keys, max_elements=limits[0], max_changes=limits[1])
-    )
+    comparer = DeviceComparer(CPU, make_way=lambda keys: TorchWay(keys, max_elements=limits[0], max_changes=limits[1]))
     parts = parts_of(drawn, comparer, num_cells)
     found = list(comparer.compare(parts, is_overwrite=is_overwrite))
     assert len(found) == len(parts)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -65,7 +68,7 @@ def assert_same(way: TritonWay, pairs: list[Pair], *, is_overwrite: bool) -> lis
 @pytest.mark.parametrize("is_overwrite", [False, True])
 def test_cells_have_torchs_bytes_and_sums(dtype: Any, fraction: float, is_overwrite: bool) -> None:  # noqa: FBT001
     generator = torch.Generator().manual_seed(7)
-    shapes = [(40, 33), (7,), (3000,), (3, 5, 8), (1, 1), (), (2, 900)]
+    shapes = [(12, 33), (7,), (500,), (3, 5, 8), (1, 1), (), (2, 150)]
     pairs = [
         pair(drawn(shape, dtype, generator), fraction, generator, most=1 + 20 * (i % 2), start=i * 10**12)
         for i, shape in enumerate(shapes)
@@ -79,13 +82,13 @@ def test_plain_cells_are_read_without_a_division(dtype: Any) -> None:
     """Rows without gaps, addresses and sizes that are multiples of 16; gaps of more than 255 and of more than a block."""
     generator = torch.Generator().manual_seed(2)
     pairs = []
-    for num, fraction in [(64, 0.5), (4096, 0.02), (40960, 0.0001), (65536, 0.001)]:
+    for num, fraction in [(64, 0.5), (4096, 0.02), (20480, 0.0003)]:
         new = drawn((num,), dtype, generator)
         old = new + (torch.rand(num, generator=generator) < fraction).to(dtype)
         old[-1] = new[-1] + 1
         pairs.append(Pair(new=new, old=old, rows=Rows(num_rows=1, row_len=num, start=0, stride=num)))
     assert all(one.new.data_ptr() % 16 == one.old.data_ptr() % 16 == 0 for one in pairs)
-    assert_same(TritonWay(KEYS, block=256, num_slots=256), pairs, is_overwrite=False)
+    assert_same(TritonWay(KEYS, block=1024, num_slots=1024), pairs, is_overwrite=False)
 
 
 def test_a_full_block_is_compared_again_with_more_room() -> None:
@@ -134,3 +137,14 @@ def test_a_scatter_writes_rows_in_place(dtype: Any, kind: Any) -> None:
     assert torch.equal(live.reshape(-1), expected)
     assert torch.equal(memory[:, :10], before[:, :10])
     assert torch.equal(memory[:, 40:], before[:, 40:])
+
+
+def test_the_kernels_compile_for_a_gpu_that_is_not_there() -> None:
+    """To machine code of two generations, in every form that is used; in a process where nothing is interpreted."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    script = Path(__file__).with_name("compile_triton.py")
+    done = subprocess.run(
+        [sys.executable, str(script)], env=environment, capture_output=True, text=True, check=False, timeout=280
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.splitlines()[-1] == "compiled 36 kernels"

@@ -150,7 +150,7 @@ def comparisons(cells: Sequence[Rows], itemsize: int, layout: Layout, coded: Cod
             escapes=parts[3][i],
             values_sum=values,
         )
-        is_smaller = 0 < num_changed and streams.num_bytes < rows.num_elements * itemsize
+        is_smaller = num_changed > 0 and streams.num_bytes < rows.num_elements * itemsize
         found.append(Comparison(num_changed=num_changed, streams=streams if is_smaller else None, sum_delta=moved))
     return found
 

@@ -9,7 +9,7 @@ cells before it, 12 and 13 where its low parts and codes begin, in half bytes (c
 """
 
 # mypy: ignore-errors
-# ruff: noqa: ANN001, ANN201, D417, N803, N806, PLR2004 - Triton's own signatures and constants
+# ruff: noqa: ANN001, ANN201, ANN202, D417, N803, PLR2004 - Triton's own signatures and constants
 
 from __future__ import annotations
 
@@ -83,9 +83,11 @@ def _weighed(table, place, new, old, which: tl.constexpr, WIDTH: tl.constexpr):
     if WIDTH == 8:
         low = (new & 0xFFFFFFFF) - (old & 0xFFFFFFFF)
         high = ((new >> 32) & 0xFFFFFFFF) - ((old >> 32) & 0xFFFFFFFF)
-        return _key(table, 2 * place, which) * low + _key(table, 2 * place + 1, which) * high
-    mask: tl.constexpr = (1 << (8 * WIDTH)) - 1
-    return _key(table, place, which) * ((new & mask) - (old & mask))
+        share = _key(table, 2 * place, which) * low + _key(table, 2 * place + 1, which) * high
+    else:
+        mask: tl.constexpr = (1 << (8 * WIDTH)) - 1
+        share = _key(table, place, which) * ((new & mask) - (old & mask))
+    return share
 
 
 @triton.jit
@@ -107,7 +109,7 @@ def _code(new, old, WIDTH: tl.constexpr):
 
 @triton.jit
 def measure_changes(
-    cells, blocks, num_cells, slot_positions, slot_new, slot_old, ends, befores, table, totals, num_blocks,
+    cells, blocks, num_cells, slot_positions, slot_new, slot_old, ends, reached, table, totals, num_blocks,
     WIDTH: tl.constexpr, HAS_NIBBLES: tl.constexpr, NUM_SLOTS: tl.constexpr,
 ):  # fmt: skip
     """Say of one block how many bytes its gaps and how many escapes it has, and its share of the four sums of its cell.
@@ -116,7 +118,7 @@ def measure_changes(
         cells, blocks, num_cells: See the module.
         slot_positions, slot_new, slot_old: ``[num_blocks, NUM_SLOTS]``.
         ends: ``[1 + num_blocks]`` int64, how many changes there are before each block, and in all.
-        befores: ``[num_blocks]`` int64, the position of the last change before the block in its cell; -1 for none.
+        reached: ``[num_blocks]`` int64, the position of the last change before the block in its cell; -1 for none.
         table: T of the sums, ``[2, 1024]`` int64.
         totals: ``[6, num_blocks]`` int64: bytes of gaps, escapes, two sums of moves, two of new patterns.
         num_blocks: How many blocks there are.
@@ -130,7 +132,7 @@ def measure_changes(
     lane = tl.arange(0, NUM_SLOTS)
     is_used = lane < tl.load(ends + block + 1) - first
     source = block.to(tl.int64) * NUM_SLOTS + lane
-    position, gap = _gaps(slot_positions, source, is_used, tl.load(befores + block), lane)
+    position, gap = _gaps(slot_positions, source, is_used, tl.load(reached + block), lane)
     new = tl.load(slot_new + source, mask=is_used, other=0)
     old = tl.load(slot_old + source, mask=is_used, other=0)
     high = gap >> tl.load(cell + 9 * num_cells)
@@ -154,14 +156,14 @@ def measure_changes(
 
 @triton.jit
 def emit_changes(
-    cells, blocks, num_cells, slot_positions, slot_new, slot_old, ends, befores, totals, total_ends, num_blocks,
+    cells, blocks, num_cells, slot_positions, slot_new, slot_old, ends, reached, totals, total_ends, num_blocks,
     gaps, lows, codes, escapes,
     WIDTH: tl.constexpr, HAS_NIBBLES: tl.constexpr, IS_OVERWRITE: tl.constexpr, NUM_SLOTS: tl.constexpr,
 ):  # fmt: skip
     """Write the streams of one block.
 
     Args:
-        cells, blocks, num_cells, slot_positions, slot_new, slot_old, ends, befores, totals, num_blocks: As above.
+        cells, blocks, num_cells, slot_positions, slot_new, slot_old, ends, reached, totals, num_blocks: As above.
         total_ends: ``[2, num_blocks]`` int64: bytes of gaps, and escapes, up to the end of each block.
         gaps: uint8, 255 everywhere: bytes that go on are there already.
         lows, codes: uint8, 0 everywhere: one half byte each; codes of byte planes are bytes.
@@ -175,7 +177,7 @@ def emit_changes(
     lane = tl.arange(0, NUM_SLOTS)
     is_used = lane < tl.load(ends + block + 1) - first
     source = block.to(tl.int64) * NUM_SLOTS + lane
-    _position, gap = _gaps(slot_positions, source, is_used, tl.load(befores + block), lane)
+    _position, gap = _gaps(slot_positions, source, is_used, tl.load(reached + block), lane)
     new = tl.load(slot_new + source, mask=is_used, other=0)
     old = tl.load(slot_old + source, mask=is_used, other=0)
     rank = first - tl.load(cell + 11 * num_cells) + lane

@@ -135,7 +135,7 @@ class _Group:
         self._numbers[12] = 2 * layout.low_starts_c
         self._numbers[13] = layout.code_starts_c * (2 if layout.has_nibbles else 1)
         cells = to_device(self._numbers, self._device)
-        before_b = self._befores()
+        before_b = self._reached()
         totals = torch.empty((6, self.num_blocks), dtype=torch.int64, device=self._device)
         shared = (cells, self._owner_b, len(self.cells), *self._slots, self._end_b, before_b)
         kinds = {"WIDTH": self.itemsize, "HAS_NIBBLES": layout.has_nibbles, "NUM_SLOTS": self._num_slots}
@@ -168,7 +168,7 @@ class _Group:
         numbers[2], numbers[6] = sizes, self._first_blocks_c
         return numbers
 
-    def _befores(self) -> torch.Tensor:
+    def _reached(self) -> torch.Tensor:
         """Return for each block where the last change before it lies in its cell; -1 for none."""
         last = (self._count_b.to(torch.int64) - 1).clamp(min=0)
         position = self._slots[0].gather(1, last.view(-1, 1)).view(-1).to(torch.int64)

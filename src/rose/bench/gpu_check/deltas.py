@@ -39,7 +39,9 @@ class DeltaPath(Part):
         """Take a way by name: ``torch`` or ``triton``."""
         self._way = way
         self.name = f"delta-{way}"
-        self.shows = f"cells of Qwen3-8B compared by {way} and coded on the device: the CPU codec's bytes and sums, and the rate"
+        self.shows = (
+            f"cells of Qwen3-8B compared by {way} and coded on the device: the CPU codec's bytes and sums, and the rate"
+        )
 
     def problem(self, bench: Bench) -> str:
         """Triton needs Triton, and a GPU or its interpreter."""

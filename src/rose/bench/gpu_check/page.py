@@ -17,7 +17,7 @@ NEVER = "not run on a GPU"
 WITHOUT_A_GPU: Mapping[str, str] = {
     "copies": "nothing to prove",
     "delta-torch": "the same code on CPU tensors: property tests against the CPU kernels, all widths, densities and strides",
-    "delta-triton": "the kernels in Triton's interpreter, against torch's operations",
+    "delta-triton": "the kernels in Triton's interpreter, byte for byte against torch's operations; they compile for compute capabilities 8.0 and 9.0",
     "publish": "blob for blob over CPU tensors: bfloat16, float32, float8, int8; NaN payloads, -0.0, transposed, empty, scalar",
     "scatter": "the same code on CPU tensors against the host's sink; the order of events on a double of `torch.cuda`",
     "device-turns": "two processes over the device `host`; `cuda` over doubles",
