@@ -177,29 +177,16 @@ class RankEncoder:
             self._last = {name: self._new_base(name, box, shards.get(name)) for name, box in self._layout.items()}
         is_changed = (np.ones(len(self._slots), dtype=bool) if is_first else pending.codec != Codec.NONE).tolist()
 
-        def take(number: int) -> None:
-            slot, base = self._slots[number], self._resident(number)
-            if base is not None:
-                base.take(shards[slot.cell.tensor], slot.index)
-                return
-            target = self._kept(slot)
-            flat, cell = delta.as_rows(target, slot.rows), held.get(number)
-            if cell is None or cell.streams is None or not np.may_share_memory(flat, target):
-                target[...] = shards[slot.cell.tensor][slot.index]
-                return
-            change = delta.decode(
-                cell.streams, codec=cell.codec, dtype=flat.dtype, num_elements=flat.size, with_=self._loops
-            )
-            write = self._loops.add if change.is_difference else self._loops.scatter
-            write(flat, change.positions, change.values)
-
         def take_all(unit: Unit) -> None:
             for number in unit.numbers:
                 if is_changed[number]:
-                    take(number)
+                    self._take(number, shards, held)
 
         for _ in self._pool.map(take_all, self._units):
             pass
+        for base in self._last.values():
+            if not isinstance(base, np.ndarray):
+                base.settle()
         self._columns = pending
 
     def forget(self) -> None:
@@ -354,6 +341,23 @@ class RankEncoder:
             is_overwrite=self._is_overwrite,
             with_=self._loops,
         )
+
+    def _take(self, number: int, shards: Mapping[str, ShardBits], held: Mapping[int, EncodedCell]) -> None:
+        """Make a cell's committed bits those of the shard: by the changes that were coded, where they are held."""
+        slot, base = self._slots[number], self._resident(number)
+        if base is not None:
+            base.take(shards[slot.cell.tensor], slot.index)
+            return
+        target = self._kept(slot)
+        flat, cell = delta.as_rows(target, slot.rows), held.get(number)
+        if cell is None or cell.streams is None or not np.may_share_memory(flat, target):
+            target[...] = shards[slot.cell.tensor][slot.index]
+            return
+        change = delta.decode(
+            cell.streams, codec=cell.codec, dtype=flat.dtype, num_elements=flat.size, with_=self._loops
+        )
+        write = self._loops.add if change.is_difference else self._loops.scatter
+        write(flat, change.positions, change.values)
 
     def _new_base(self, name: str, box: ShardSpec, shard: ShardBits | None) -> Bits | ResidentBase:
         if isinstance(shard, SupportsResidentBase) and box.num_elements:

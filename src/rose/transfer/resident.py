@@ -6,9 +6,9 @@ not what is sent, not what is kept of a failed attempt, not what an audit finds.
 
 Life cycle of one shard (the encoder's steps; see ``rose.transfer.encoder`` for what commits):
 
-1. [COMMIT of a first version] ``new_base``, then ``take`` of every cell.
+1. [COMMIT of a first version] ``new_base``, then ``take`` of every cell, then ``settle``.
 2. [ENCODE of a later one] ``Comparer.compare`` of all cells in their order; what is sent whole is read from the shard as always.
-3. [COMMIT] ``take`` of every cell that changed.
+3. [COMMIT] ``take`` of every cell that changed, then ``settle``: from then on the trainer may change its weights.
 
 A shard that comes without the ability while its base is resident, or the other way round, costs a copy of each cell, no more.
 """
@@ -41,7 +41,10 @@ class ResidentBase(Protocol):
         """Return the patterns of a part, on the host."""
 
     def take(self, shard: ShardBits, index: tuple[slice, ...]) -> None:
-        """Take a part of a shard, of any kind, as published."""
+        """Take a part of a shard, of any kind, as published; may return before it has."""
+
+    def settle(self) -> None:
+        """Return once all parts that were taken are here."""
 
     def state_sum(self, index: tuple[slice, ...], rows: Rows) -> Sum:
         """Return the sum of a cell; ``index`` is where it is in the shard, ``rows`` where in the tensor."""

@@ -22,7 +22,7 @@ from rose.transfer.source_views import HeldBits, HeldTensor, View, held_tensors
 
 torch = pytest.importorskip("torch")
 
-from rose.backends.device_codec import DeviceBits, DeviceComparer, DeviceHeldBits
+from rose.backends.device_codec import DeviceBase, DeviceBits, DeviceComparer, DeviceHeldBits
 from rose.backends.device_codec.torch_way import TorchWay
 from rose.backends.fsdp.shard_bits import CastBits, held_bits, shard_bits
 
@@ -272,3 +272,68 @@ def test_what_changes_in_one_piece_is_found() -> None:
     assert found.streams is not None
     positions, _ = kernels.load().decode(found.streams, num_elements=48, dtype=np.dtype("<u4"), is_overwrite=False)
     assert positions.tolist() == [47]
+
+
+def test_a_commit_ends_when_everything_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From then on the trainer may change its weights."""
+    calls: list[str] = []
+    take = DeviceBase.take
+
+    def noting(self: Any, *args: Any) -> None:
+        calls.append("take")
+        take(self, *args)
+
+    monkeypatch.setattr(DeviceBase, "take", noting)
+    monkeypatch.setattr(DeviceBase, "settle", lambda self: calls.append("settle"))
+    weights, rank = make_weights(torch.bfloat16), Rank(torch.bfloat16, on_device)
+    rank.encode(weights, "p")
+    assert not calls
+    rank.commit(weights)
+    assert calls.count("take") > 5
+    assert calls[-5:] == ["settle"] * 5
+    assert "settle" not in calls[:-5]
+
+
+def test_a_shard_waits_for_its_trainer_and_work_is_on_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that publishes has another current GPU, and another stream, than the one that trains."""
+    log: list[Any] = []
+
+    class Current:
+        def __init__(self, device: Any) -> None:
+            self.device = device
+
+        def __enter__(self) -> None:
+            log.append(("enter", self.device))
+
+        def __exit__(self, *error: object) -> None:
+            log.append(("exit", self.device))
+
+    monkeypatch.setattr("rose.backends.device_codec.pinned.is_async", lambda device: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: log.append(("wait", device)))
+    monkeypatch.setattr(torch.cuda, "device", Current)
+    DeviceBits(torch.zeros(3), torch.bfloat16)
+    assert log == [("wait", CPU)]
+    comparer = DeviceComparer(CPU, make_way=lambda keys: Noting(log))
+    log.clear()
+    part: Any = Part(shard=FakeSide(), base=FakeSide(), index=(), rows=Rows(num_rows=1, row_len=1, start=0, stride=1))  # type: ignore[arg-type]
+    assert list(comparer.compare([part], is_overwrite=False)) == []
+    assert log == [("enter", CPU), "compare", ("exit", CPU)]
+
+
+class FakeSide:
+    def live(self, index: Any) -> Any:
+        return torch.zeros(1)
+
+    def resident(self, index: Any) -> Any:
+        return torch.zeros(1)
+
+
+class Noting:
+    max_elements = 100
+
+    def __init__(self, log: list[Any]) -> None:
+        self.log = log
+
+    def compare(self, pairs: Any, *, is_overwrite: bool) -> list[Any]:
+        self.log.append("compare")
+        return []

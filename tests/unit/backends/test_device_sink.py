@@ -143,6 +143,9 @@ class Cuda:
     def stream(self, stream: Any) -> Any:
         return contextlib.nullcontext()
 
+    def device(self, device: Any) -> Any:
+        return contextlib.nullcontext()
+
     def current_stream(self, device: Any) -> str:
         return "the stream"
 
@@ -152,6 +155,7 @@ def test_a_buffer_is_filled_again_only_when_the_device_has_read_it(monkeypatch: 
     cuda = Cuda()
     module = "rose.backends.device_codec.way"
     monkeypatch.setattr(f"{module}.is_async", lambda device: True)
+    monkeypatch.setattr("rose.backends.device_codec.pinned.is_async", lambda device: True)
     monkeypatch.setattr(f"{module}._scatter_kernel", lambda device: None)
     monkeypatch.setattr(f"{module}.empty_pinned", lambda shape, dtype, device: torch.zeros(shape, dtype=dtype))
     monkeypatch.setattr(torch, "cuda", cuda)

@@ -52,9 +52,10 @@ class NcclGroup:
         options._timeout = timeout  # noqa: SLF001 - the only way to set it
         with _creation_lock, _environment(_AT_CREATION):
             self._group: Any = dist.ProcessGroupNCCL(store, rank, size, options)
-        self._stream = torch.cuda.Stream(device)
-        self._pinned = torch.empty(chunk_bytes, dtype=torch.uint8, pin_memory=True)
-        self._block = torch.empty(chunk_bytes, dtype=torch.uint8, device=device)
+        with torch.cuda.device(device):
+            self._stream = torch.cuda.Stream(device)
+            self._pinned = torch.empty(chunk_bytes, dtype=torch.uint8, pin_memory=True)
+            self._block = torch.empty(chunk_bytes, dtype=torch.uint8, device=device)
         try:
             self._connect()
         except BaseException:

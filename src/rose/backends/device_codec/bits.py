@@ -17,7 +17,15 @@ import numpy as np
 import torch
 
 from rose.backends.device_codec.comparer import DeviceComparer, comparer_of
-from rose.backends.device_codec.pinned import SIGNED_BY_SIZE, Array, empty_pinned, patterns, to_device, to_host
+from rose.backends.device_codec.pinned import (
+    SIGNED_BY_SIZE,
+    Array,
+    empty_pinned,
+    patterns,
+    to_device,
+    to_host,
+    wait_for,
+)
 from rose.backends.fsdp.bits import dtype_name
 from rose.errors import ConfigError
 from rose.interfaces.trainer import ShardBits, ShardSpec
@@ -74,7 +82,7 @@ class ShardOnDevice(ABC):
 
 
 class DeviceBits(ShardOnDevice):
-    """Bits of a tensor on a device, in a wire dtype.
+    """Bits of a tensor on a device, in a wire dtype. Making it waits until the device has done what the trainer queued for it.
 
     Args:
         local: The live tensor, without gradient, of any strides.
@@ -97,6 +105,7 @@ class DeviceBits(ShardOnDevice):
         if base_in not in {"device", "pinned"}:
             message = f"the base of a shard on a device is kept in 'device' or 'pinned', not {base_in!r}"
             raise ConfigError(message)
+        wait_for(local.device)
         self.shape = tuple(local.shape)
         self.dtype = bits_dtype(dtype_name(dtype))
         self.comparer = comparer or comparer_of(local.device)
@@ -162,11 +171,15 @@ class DeviceBase:
         return patterns(to_host(self._held[index]))
 
     def take(self, shard: ShardBits, index: tuple[slice, ...]) -> None:
-        """Take a part of a shard as published; done when it returns, or queued before whatever the device does next."""
+        """Take a part of a shard as published; it is queued, ``settle`` waits."""
         if isinstance(shard, ShardOnDevice):
             self._held[index].copy_(shard.live(index))
         else:
             self._held[index].copy_(to_device(np.asarray(shard[index]), self._device).view(self._held[index].shape))
+
+    def settle(self) -> None:
+        """Return once all that was taken is here, so that the trainer may change its weights, on whatever stream."""
+        wait_for(self._device)
 
     def state_sum(self, index: tuple[slice, ...], rows: Rows) -> Sum:
         """Return the sum of a cell, computed on the device."""

@@ -2,7 +2,7 @@
 
 Invariants: cells come out in the order they went in; of a group no more elements are compared at once than its way says, so the working
 memory is bounded (a cast shard and a pinned base take their wire bytes of a group besides). A comparer serves one caller at a time.
-Its work is queued on the caller's current stream, behind the optimizer step that made the weights.
+Its work is queued on the caller's current stream, after whatever the trainer had queued: making a shard waited for that.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from rose.backends.device_codec.keys import Keys
+from rose.backends.device_codec.pinned import on
 from rose.backends.device_codec.torch_way import Pair, TorchWay, Way
 from rose.backends.device_codec.triton_way import TritonWay
 from rose.errors import TrainerError
@@ -33,7 +34,7 @@ class DeviceComparer:
     """
 
     def __init__(self, device: torch.device, *, make_way: Callable[[Keys], Way] | None = None) -> None:
-        self.keys = Keys(device)
+        self._device, self.keys = device, Keys(device)
         self._way = make_way(self.keys) if make_way is not None else _best_way(device, self.keys)
         self._lock = threading.Lock()
 
@@ -44,7 +45,7 @@ class DeviceComparer:
             TrainerError: A part's shard or base is none of this device's.
         """
         for group in self._groups(parts):
-            with self._lock, torch.no_grad():
+            with self._lock, torch.no_grad(), on(self._device):
                 found = self._way.compare(group, is_overwrite=is_overwrite)
             yield from found
 

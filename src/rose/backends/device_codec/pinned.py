@@ -6,6 +6,8 @@ plain memory and every copy is done when it was asked for.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -26,9 +28,26 @@ def is_async(device: torch.device) -> bool:
     return bool(device.type == "cuda")
 
 
+@contextlib.contextmanager
+def on(device: torch.device) -> Iterator[None]:
+    """Let a device be the current one: another thread's choice does not hold in this one, and kernels start on the current one."""
+    if not is_async(device):
+        yield
+        return
+    with torch.cuda.device(device):
+        yield
+
+
+def wait_for(device: torch.device) -> None:
+    """Wait until a device has done everything that was queued, on whatever stream."""
+    if is_async(device):
+        torch.cuda.synchronize(device)
+
+
 def empty_pinned(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return memory of the host that a device reads and writes by itself."""
-    return torch.empty(shape, dtype=dtype, pin_memory=is_async(device))
+    with on(device):
+        return torch.empty(shape, dtype=dtype, pin_memory=is_async(device))
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:

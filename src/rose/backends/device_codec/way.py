@@ -22,7 +22,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from rose.backends.device_codec.pinned import SIGNED_BY_SIZE, Array, empty_pinned, is_async, to_device, to_host
+from rose.backends.device_codec.pinned import (
+    SIGNED_BY_SIZE,
+    Array,
+    empty_pinned,
+    is_async,
+    on,
+    to_device,
+    to_host,
+    wait_for,
+)
 from rose.backends.device_codec.strides import is_rows, row_step
 
 _STAGE_BYTES = 16 << 20
@@ -152,7 +161,7 @@ class DeviceWay:
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[_Stages]:
-        with self._lock, torch.no_grad():
+        with self._lock, torch.no_grad(), on(self._device):
             if self._stages is None:
                 self._stages = _Stages(self._device, self._stage_bytes)
             if not is_async(self._device):
@@ -161,16 +170,14 @@ class DeviceWay:
             if self._write_stream is None:
                 self._write_stream = torch.cuda.Stream(self._device)
             if not self._is_open:
-                torch.cuda.synchronize(
-                    self._device
-                )  # whatever stream the engine computes on, it is paused and done now
+                wait_for(self._device)  # whatever stream the engine computes on: it is paused, and done now
                 self._is_open = True
             with torch.cuda.stream(self._write_stream):
                 yield self._stages
 
     @contextlib.contextmanager
     def _reading(self) -> Iterator[None]:
-        with torch.no_grad():
+        with torch.no_grad(), on(self._device):
             if not is_async(self._device):
                 yield
                 return
