@@ -171,7 +171,9 @@ def test_the_whole_pipeline_trains(site: PoolSite, model: Path, ratio: int) -> N
     assert all(one["rose/num_engines_failed"] == 0 for one in steps)
     assert all(one["actor_train/grad_norm"] > 0 for one in steps)
     differences = [one["actor/train_infer_diff_token_mean"] for one in steps]
-    assert all(abs(one) < MEAN_DIFF for one in differences), differences
+    # Rolled out on the trainer's own weights; the second batch of the asynchronous pipeline is drawn while the first one trains.
+    on_policy = differences[:1] if ratio else differences
+    assert all(abs(one) < MEAN_DIFF for one in on_policy), differences
     print("train - infer:", differences)
 
 
