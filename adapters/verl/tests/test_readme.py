@@ -5,6 +5,7 @@ import os
 import re
 import shlex
 import signal
+import socket
 import subprocess
 import threading
 from pathlib import Path
@@ -19,8 +20,18 @@ from rose.testing.pool_site.client import engine_environment, engine_python
 README = Path(__file__).parents[1] / "README.md"
 
 
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
+
+
+PORT = free_port()
+
+
 def blocks(language):
-    return re.findall(rf"```{language}\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
+    """The README's blocks, with a port that is free here in place of its own."""
+    text = README.read_text(encoding="utf-8").replace("127.0.0.1:7100", f"127.0.0.1:{PORT}")
+    return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
 
 
 def command(start):
