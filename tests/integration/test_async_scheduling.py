@@ -1,0 +1,101 @@
+"""Engines that schedule ahead, on vLLM's real asynchronous scheduler: same tokens, exclusive turns, memory that waits for batches."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+import pytest_asyncio
+
+pytest.importorskip("vllm")
+
+from test_coserving_identity import PAIRINGS, PROMPTS, Pair, Shape, check_identity, open_pair, tokens
+
+from rose.backends.vllm import VllmEngine, VllmOptions
+from rose.policies.admission import Mode
+from rose.testing.ahead import AHEAD_SCHEDULER
+from rose.testing.contracts.streams import collect
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(300), pytest.mark.asyncio(loop_scope="module")]
+
+
+@attrs.frozen
+class AheadShape(Shape):
+    """Engines of this shape keep two batches in flight."""
+
+    def options(self, folder: Path, name: str, dtype: str, rose: dict[str, Any]) -> VllmOptions:
+        return attrs.evolve(Shape.options(self, folder, name, dtype, rose), scheduler_cls=AHEAD_SCHEDULER)
+
+
+def ahead(shape: Shape) -> AheadShape:
+    return AheadShape(*attrs.astuple(shape))
+
+
+async def test_pairs_that_schedule_ahead_change_no_token(tmp_path: Path) -> None:
+    """Serving beside rollouts that are cut down in the middle, in one process."""
+    async with open_pair(tmp_path, *map(ahead, PAIRINGS[0])) as pair:
+        await check_identity(pair, 120)
+        scheduler = pair.serving._core.scheduler
+        assert type(scheduler).__name__ == "AheadScheduler"
+        assert pair.serving._core.batch_queue_size == 2
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def pair(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pair]:
+    """Two engine processes that schedule ahead, and one elsewhere that does too."""
+    folder = tmp_path_factory.mktemp("ahead")
+    async with open_pair(folder, *map(ahead, PAIRINGS[0]), kind=VllmEngine) as pair:
+        yield pair
+
+
+async def test_two_processes_that_schedule_ahead_change_no_token(pair: Pair) -> None:
+    await check_identity(pair, 120)
+
+
+@pytest.mark.parametrize("mode", [Mode.SLO, Mode.QUIET, Mode.PAPER, Mode.UNGATED, Mode.STRICT])
+async def test_both_sides_get_on_in_every_mode(pair: Pair, mode: Mode) -> None:
+    """A serving engine with a batch always in flight lets rollouts in, and none is kept from its end."""
+    pair.lend(None)
+    alone = await pair.serve(40)
+    pair.lend(mode)
+    rollouts = [asyncio.create_task(pair.roll_out(prompt, 60)) for prompt in PROMPTS]
+    async with asyncio.timeout(60):
+        beside = await pair.serve(40)
+        done = await asyncio.gather(*rollouts)
+    assert tokens(beside) == tokens(alone)
+    assert all(len(stream.token_ids) == 60 for stream, _ in done)
+
+
+async def test_turns_of_engines_that_schedule_ahead_do_not_overlap(pair: Pair) -> None:
+    """Each engine logs when its batches began and ended; a turn is held from the first in flight to the last."""
+    pair.lend(Mode.UNGATED)
+    rollouts = [asyncio.create_task(pair.roll_out(prompt, 60)) for prompt in PROMPTS]
+    await asyncio.gather(pair.serve(30), *rollouts)
+    ahead_of = []
+    for engine in (pair.serving, pair.rollout):
+        rows = await engine._ask("rose_step_log", float("-inf"))
+        starts, ends = [row[0] for row in rows], [row[0] + row[1] for row in rows]
+        ahead_of.append(sum(start >= end - 1e-9 for start, end in zip(starts[1:], ends[:-1], strict=True)))
+        assert len(rows) > 20
+    assert all(ahead_of), "no batch was ever queued behind another one"
+
+
+async def test_the_gate_closes_before_the_next_batch(pair: Pair) -> None:
+    pair.lend(Mode.UNGATED)
+    task = asyncio.create_task(collect(pair.rollout, pair.request(PROMPTS[0], 200)))
+    while not (await pair.rollout.snapshot()).num_running:
+        await asyncio.sleep(0.002)
+    await pair.rollout._ask("rose_set_gate", False)  # noqa: FBT003 - as over the wire
+    await asyncio.sleep(0.1)  # what is in flight ends
+    before = await pair.rollout._ask("rose_step_log", float("-inf"))
+    await asyncio.sleep(0.2)
+    after = await pair.rollout._ask("rose_step_log", float("-inf"))
+    alone = await pair.serve(8)
+    assert len(before) == len(after)
+    assert all(len(stream.token_ids) == 8 for stream in alone), "a closed rollout engine holds no turn"
+    await pair.rollout._ask("rose_set_gate", True)  # noqa: FBT003 - as over the wire
+    assert len((await task).token_ids) == 200
