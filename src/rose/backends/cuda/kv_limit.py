@@ -78,7 +78,7 @@ class KvLimiter:
         except (ImportError, importlib.metadata.PackageNotFoundError) as error:
             message = f"KV memory of a GPU moves by kvcached, which does not import here ({error}); {INSTALL}"
             raise BackendUnavailableError(message) from error
-        set_limit = getattr(control, "set_instance_memory_limit", None)
+        set_limit: Any = getattr(control, "set_instance_memory_limit", None)
         _check_version(version, set_limit)
         return cls(set_limit, registry.get_registered_kv_cache_pools, version)
 
@@ -92,6 +92,7 @@ class KvLimiter:
             self._revision = max(
                 (int(pool.memory_limit_state()["revision"]) for pool, _ in self._list_pools()), default=0
             )
+        answer: Mapping[str, Any] = {}
         for _ in range(_ATTEMPTS):
             answer = self._ask(num_bytes)
             if answer["status"] in {"applied", "deferred"}:
