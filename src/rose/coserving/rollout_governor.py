@@ -3,7 +3,8 @@
 Invariants: no turn starts without a valid lease and the admission policy's consent on every device, both read again after the
 turn was taken; whatever cannot be read counts as a no. Turns whose tokens were delivered early are owed and taken before the
 next step. A fencing token never goes back. KV memory is what the tightest device allows. A batch is queued behind another one only
-where the policy would let one step of both their lengths start now.
+where the policy would let one step of both their lengths start now, and a serving engine with requests waits for ``max_in_flight`` of
+them at most.
 """
 
 from __future__ import annotations
@@ -58,6 +59,7 @@ class RolloutGovernor(StepGovernor):
         self._state = RolloutState(pid=pid, pid_start=process_start(pid))
         self._has_release_hint = isinstance(device, SupportsReleaseHint)
         self._owed: deque[StepWork] = deque()
+        self._num_in_turn = 0
         self._write()
 
     @property
@@ -119,11 +121,14 @@ class RolloutGovernor(StepGovernor):
     def _may_queue(self, work: StepWork) -> bool:
         """Return whether a batch may be queued behind those in flight, whose turn is held: serving would wait for all of them.
 
-        Nothing is waited for, so that those in flight are finished and the device is given up.
+        A serving engine that may be waiting for the turn gets it after ``max_in_flight`` batches. Nothing is waited for here, so that those
+        in flight are finished and the device is given up.
         """
         rest_s = max(0.0, self._in_flight_until_s() - self._clock.now())
         self.last_hold = self._ruling(rest_s + self._upper_s(work))
-        return self.last_hold is None
+        if self.last_hold is not None:
+            return False
+        return self._num_in_turn < self.max_in_flight or all(lent.is_serving_idle for lent in self._lent)
 
     def finish(self, *, has_more: bool) -> None:
         """Wait for the oldest turn's end, give the device up, then take the later turns one by one through the gate."""
@@ -165,6 +170,7 @@ class RolloutGovernor(StepGovernor):
 
     def begin(self, first: StepWork, later: Iterable[StepWork] = ()) -> None:
         """Charge the batch's first turn to the device and let serving's watchdog know when it should be over."""
+        self._num_in_turn = self._num_in_turn + 1 if self.has_queue else 1
         super().begin(first, later)
         self._announce_turn()
 

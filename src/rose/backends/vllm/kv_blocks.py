@@ -37,7 +37,7 @@ class HeldBlocks:
             in_flight: The engine's batches; ``None`` where none is in flight while budgets change.
         """
         self._pool = pool
-        self._in_flight = in_flight or InFlight()
+        self._in_flight = InFlight() if in_flight is None else in_flight
         self._mark: int | None = None
         self._is_held = np.zeros(int(pool.num_gpu_blocks), bool)
         self._is_left = self._is_held.copy()  # whose pages may have left
