@@ -14,8 +14,9 @@ from test_vllm_engine import VllmContract, model, relay  # noqa: F401 - fixtures
 
 from rose.backends.vllm import InProcessVllmEngine, VllmEngine, VllmOptions
 from rose.interfaces import ServingEngine
-from rose.testing.ahead import AHEAD_SCHEDULER
 from rose.types import WeightVersion
+
+AHEAD_SCHEDULER = "rose.testing.ahead.AheadScheduler"
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module")]
 

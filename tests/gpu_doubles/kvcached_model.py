@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import sys
 from types import ModuleType
 from typing import Any
 
@@ -115,7 +117,7 @@ class Kvcached:
         self.log.append("trim")
         self.num_reserved = 0
 
-    def _evict(self, _: Any, num_to_evict: int, page_aware: bool = True) -> int:
+    def _evict(self, _: Any, num_to_evict: int, **how: Any) -> int:
         """Evict cached prefixes, those whose pages come free first."""
         cached = list(self.pool._evictable_blocks)
         busy = self.used - set(cached)
@@ -166,9 +168,6 @@ class Kvcached:
 
 def install(model: Kvcached, monkeypatch: pytest.MonkeyPatch, version: str = "0.1.6") -> None:
     """Put the doubles where kvcached's modules are looked for."""
-    import importlib.metadata
-    import sys
-
     modules: dict[str, Any] = {
         name: ModuleType(name)
         for name in (

@@ -108,9 +108,9 @@ def _statuses(tree: ast.AST) -> set[str]:
     """Return every word that is given as a status."""
     words: set[str] = set()
     for node in ast.walk(tree):
-        if isinstance(node, ast.Assign) and "status" in _targets(node):
-            words |= _words(node.value)
-        elif isinstance(node, ast.keyword) and node.arg == "status":
+        if (isinstance(node, ast.Assign) and "status" in _targets(node)) or (
+            isinstance(node, ast.keyword) and node.arg == "status"
+        ):
             words |= _words(node.value)
         elif isinstance(node, ast.Dict):
             for key, value in zip(node.keys, node.values, strict=True):

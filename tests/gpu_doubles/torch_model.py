@@ -58,9 +58,9 @@ class Gpu:
         self.log.append(f"synchronize {index}")
 
     def _event_class(self) -> type[Any]:
-        def new(cls: type[Any], enable_timing: bool = False) -> Any:
+        def new(cls: type[Any], **options: Any) -> Any:
             event = object.__new__(cls)
-            event.double_is_timed = enable_timing
+            event.double_is_timed = options.get("enable_timing", False)
             return event
 
         def record(event: Any, stream: Any) -> None:
@@ -68,7 +68,7 @@ class Gpu:
             event.double_at_s = max(self.now_s, self.busy_until_s)
 
         def elapsed_time(event: Any, end_event: Any) -> float:
-            assert event.double_is_timed and end_event.double_is_timed, "torch raises for events without timing"
+            assert all((event.double_is_timed, end_event.double_is_timed)), "torch raises for events without timing"
             assert self.now_s >= end_event.double_at_s, "torch raises for events that are not reached"
             return float(end_event.double_at_s - event.double_at_s) * 1e3
 

@@ -95,7 +95,9 @@ TOUCHED: dict[str, tuple[Source, ...]] = {
             classes={"Executor": ("sleep", "wake_up", "discard", "is_sleeping", "sleeping_tags", "collective_rpc")},
             constants=("SLEEP_TAGS",),
         ),
-        Source(path="v1/executor/uniproc_executor.py", classes={"UniProcExecutor": ("collective_rpc", "execute_model")}),
+        Source(
+            path="v1/executor/uniproc_executor.py", classes={"UniProcExecutor": ("collective_rpc", "execute_model")}
+        ),
         Source(path="v1/worker/gpu_worker.py", classes={"Worker": ("sleep", "wake_up", "discard")}),
         Source(
             path="device_allocator/cumem.py",

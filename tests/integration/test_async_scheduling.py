@@ -17,8 +17,9 @@ from test_coserving_identity import PAIRINGS, PROMPTS, Pair, Shape, check_identi
 
 from rose.backends.vllm import VllmEngine, VllmOptions
 from rose.policies.admission import Mode
-from rose.testing.ahead import AHEAD_SCHEDULER
 from rose.testing.contracts.streams import collect
+
+AHEAD_SCHEDULER = "rose.testing.ahead.AheadScheduler"
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300), pytest.mark.asyncio(loop_scope="module")]
 

@@ -11,11 +11,9 @@ from typing import Any
 
 from rose.backends.vllm.scheduler import RoseAsyncScheduler
 
-AHEAD_SCHEDULER = "rose.testing.ahead.AheadScheduler"
-
 
 class AheadScheduler(RoseAsyncScheduler):
-    """A ``scheduler_cls`` that has its engine keep two batches in flight."""
+    """A ``scheduler_cls`` that has its engine keep two batches in flight. Name it by its path: importing it imports vLLM."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         kwargs["vllm_config"].scheduler_config.async_scheduling = True

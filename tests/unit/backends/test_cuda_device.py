@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from gpu_doubles.kvcached_model import Kvcached, install
 from gpu_doubles.torch_model import Gpu
-
 from rose.backends.cuda import CudaDevice
 from rose.backends.step_settings import DeviceSettings, open_device, read_settings
 from rose.coserving.governor import SupportsMeasuredSteps

@@ -7,9 +7,9 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+
 from gpu_doubles import doubles
 from gpu_doubles.kvcached_model import Kvcached, install
-
 from rose.backends.cuda import KvLimiter, LimitedBlocks
 from rose.backends.cuda.kv_limit import check_adapter
 from rose.backends.in_flight import InFlight
@@ -33,7 +33,9 @@ def held(kvcached: Kvcached, in_flight: InFlight) -> LimitedBlocks:
     return LimitedBlocks(kvcached.pool, KvLimiter.open(), in_flight)
 
 
-@pytest.mark.parametrize(("version", "message"), [("0.1.5", "too old.*0.1.6"), ("0.0.9", "too old"), ("0.1.7", "newer than")])
+@pytest.mark.parametrize(
+    ("version", "message"), [("0.1.5", "too old.*0.1.6"), ("0.0.9", "too old"), ("0.1.7", "newer than")]
+)
 def test_versions_outside_the_window_are_refused(
     kvcached: Kvcached, monkeypatch: pytest.MonkeyPatch, version: str, message: str
 ) -> None:
@@ -67,7 +69,7 @@ def test_a_vllm_without_an_adapter_is_refused(kvcached: Kvcached) -> None:
     check_adapter("0.30.1")
     with pytest.raises(BackendUnavailableError, match=r"no adapter for vLLM 0.32.0 .*>=0.29.0,<0.31.0.*memory='sleep'"):
         check_adapter("0.32.0")
-    with pytest.raises(BackendUnavailableError, match="0.28.0"):
+    with pytest.raises(BackendUnavailableError, match=r"vLLM 0\.28\.0"):
         check_adapter("0.28.0")
 
 
@@ -108,7 +110,9 @@ def test_a_conflict_names_the_other_writer(kvcached: Kvcached) -> None:
         limiter.limit(120)
 
 
-@pytest.mark.parametrize(("status", "message"), [("rejected", "restart the engine"), ("unavailable", "ENABLE_KVCACHED=true")])
+@pytest.mark.parametrize(
+    ("status", "message"), [("rejected", "restart the engine"), ("unavailable", "ENABLE_KVCACHED=true")]
+)
 def test_a_refused_limit_says_what_to_do(kvcached: Kvcached, status: str, message: str) -> None:
     kvcached.status = status
     with pytest.raises(EngineError, match=rf"'{status}'.*why.*{message}"):

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from gpu_doubles import doubles
 from gpu_doubles.make import package_of, version_of
 from gpu_doubles.signatures import MISSING, differences, read_library
@@ -50,15 +51,13 @@ CHANGES = [
     ("kvcached", "control.py", '"mapped_bytes": mapped', '"bytes": mapped', "answer keys"),
     ("kvcached", "kv_cache_manager.py", "def trim(", "def shrink(", "trim"),
     ("kvcached", "kv_cache_manager.py", "self.block_mem_size = ", "self.block_bytes = ", "block_mem_size"),
-    ("kvcached", "integration/vllm/patches.py", "<0.31.0\"  # MRV2", "<0.33.0\"  # MRV2", "VLLM_MRV2_RANGE"),
+    ("kvcached", "integration/vllm/patches.py", '<0.31.0"  # MRV2', '<0.33.0"  # MRV2', "VLLM_MRV2_RANGE"),
     ("kvcached", "../csrc/torch_bindings.cpp", '"get_page_state"', '"page_state"', "get_page_state"),
 ]
 
 
 @pytest.mark.parametrize(("library", "path", "old", "new", "name"), CHANGES)
-def test_a_changed_signature_is_noticed(
-    library: str, path: str, old: str, new: str, name: str, tmp_path: Path
-) -> None:
+def test_a_changed_signature_is_noticed(library: str, path: str, old: str, new: str, name: str, tmp_path: Path) -> None:
     """A copy of the library's sources, changed in one place."""
     where, copy = package(library), tmp_path / "package"
     for source in TOUCHED[library]:

@@ -11,7 +11,6 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from gpu_doubles import doubles
-
 from rose.backends.paging import HugeBuffer, give_back, reclaim_ms_per_gib, resident_bytes
 from rose.backends.step_settings import read_settings
 from rose.backends.vllm import device_sleep, gpu_process, parking, utilities
@@ -273,9 +272,11 @@ def test_a_process_with_an_engine_on_a_gpu_takes_no_second_one() -> None:
     del second
 
 
-@pytest.mark.parametrize(("size", "backend", "is_fine"), [(1, "uni", True), (1, None, True), (1, "mp", False), (2, "mp", False)])
+@pytest.mark.parametrize(
+    ("size", "backend", "is_fine"), [(1, "uni", True), (1, None, True), (1, "mp", False), (2, "mp", False)]
+)
 def test_a_cuda_device_needs_the_worker_in_the_scheduler_s_process(
-    tmp_path: Path, size: int, backend: str | None, is_fine: bool
+    tmp_path: Path, size: int, backend: str | None, is_fine: Any
 ) -> None:
     config = SimpleNamespace(parallel_config=SimpleNamespace(world_size=size, distributed_executor_backend=backend))
     settings = read_settings({"device": {"kind": "cuda", "path": str(tmp_path / "gpu")}})
