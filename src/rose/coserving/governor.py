@@ -219,6 +219,14 @@ class StepGovernor:
         """Return when the last batch in flight should be over; the past where none is."""
         return max((turn.end_s for turn in self._turns if turn is not None), default=-math.inf)
 
+    def _in_flight_at_most_s(self) -> float:
+        """Return when the last batch in flight is over at the latest, by what such batches took; the past where none is."""
+        until_s = -math.inf
+        for turn in self._turns:
+            if turn is not None:
+                until_s = max(until_s, turn.start_s) + self._upper_s(turn.work)
+        return until_s
+
     def _learn(self, turn: ChargedTurn) -> None:
         """Learn from a turn that is over now, unless time stood still meanwhile."""
         if not self.is_frozen:

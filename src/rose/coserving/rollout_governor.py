@@ -124,7 +124,7 @@ class RolloutGovernor(StepGovernor):
         A serving engine that may be waiting for the turn gets it after ``max_in_flight`` batches. Nothing is waited for here, so that those
         in flight are finished and the device is given up.
         """
-        rest_s = max(0.0, self._in_flight_until_s() - self._clock.now())
+        rest_s = max(0.0, self._in_flight_at_most_s() - self._clock.now())
         self.last_hold = self._ruling(rest_s + self._upper_s(work))
         if self.last_hold is not None:
             return False
@@ -174,8 +174,12 @@ class RolloutGovernor(StepGovernor):
         super().begin(first, later)
         self._announce_turn()
 
+    def _turn_ends_s(self) -> float:
+        """Return when the watchdog may begin to doubt: where ends are guessed, by what steps took and not by the guess."""
+        return self._in_flight_at_most_s() if self._is_measured else self._in_flight_until_s()
+
     def _announce_turn(self) -> None:
-        until_s = self._in_flight_until_s()
+        until_s = self._turn_ends_s()
         if until_s > -math.inf:
             self._want(until_s + self._config.think_s, self._state.step_s, turn_ends_s=until_s)
 
@@ -186,7 +190,7 @@ class RolloutGovernor(StepGovernor):
         turn = self._await_end(turn)
         self._learn(turn)
         self._ready_s = turn.end_s + self._config.host_gap_s
-        self._state.turn_ends_s = self._in_flight_until_s()
+        self._state.turn_ends_s = self._turn_ends_s()
         self._state.busy_s += turn.end_s - turn.start_s
         self._write()
         self.release()

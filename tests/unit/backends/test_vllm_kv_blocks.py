@@ -267,3 +267,15 @@ def test_lent_blocks_come_back_as_they_were() -> None:
     assert pages.num_calls == num_told, "no page moved"
     held.resize(0)
     assert pool.get_num_free_blocks() == 7
+
+
+def test_a_block_of_a_woken_engine_has_its_page_before_it_is_used() -> None:
+    """Also when a batch was in flight as it fell asleep and another one is as it wakes."""
+    pool, pages, in_flight = Pool(8), Pages(), InFlight()
+    held = HeldBlocks(pool, in_flight)
+    held.attach(pages)
+    in_flight.launch("a", is_charged=True)
+    held.hold_every_page()
+    assert pages.runs == [(0, 9)]
+    held.resize(3)
+    assert pages.runs == [(6, 3)]

@@ -253,6 +253,11 @@ def test_measured_steps_replace_guesses(site: Any) -> None:
     assert site.ledger.rollout().busy_s == pytest.approx(20 * 0.040)
     assert governor.log.records()[-1].duration_s == pytest.approx(0.040)
     assert governor.log.records()[-1].late_s == pytest.approx(0.030)
+    governor.ask_rollout(WORK, nothing)
+    governor.begin(WORK)
+    ends_s = site.ledger.rollout().turn_ends_s - site.clock.now()
+    assert ends_s == pytest.approx(governor._upper_s(WORK)), "the watchdog goes by what steps took, not by the guess"
+    governor.finish(has_more=False)
     device.is_known = False
     governor.ask_rollout(WORK, nothing)
     governor.begin(WORK)

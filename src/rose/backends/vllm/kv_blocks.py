@@ -108,9 +108,12 @@ class HeldBlocks:
             self._update_pages()
 
     def hold_every_page(self) -> None:
-        """Give all pages back, the null block's too. The engine must not compute until the next ``resize``, nor have a batch in flight."""
+        """Give all pages back at once, the null block's too. The engine must not compute until the next ``resize``.
+
+        What is still in flight belongs to requests that have ended; whoever unmaps memory of a device waits for that.
+        """
         self.resize(self.num_blocks)
-        self._mark = None
+        self._mark, self._is_left = None, self._is_held.copy()
         if self._hold_pages is not None:
             self.num_bytes_given = self._hold_pages([(0, self.num_blocks + 1)])
 
