@@ -73,6 +73,15 @@ def test_a_vllm_without_an_adapter_is_refused(kvcached: Kvcached) -> None:
         check_adapter("0.28.0")
 
 
+@pytest.mark.parametrize("module", ["kvcached.integration.vllm.patches", "kvcached.integration.version_utils"])
+def test_adapters_that_are_not_there_are_our_error(
+    kvcached: Kvcached, monkeypatch: pytest.MonkeyPatch, module: str
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(BackendUnavailableError, match="not where they were"):
+        check_adapter("0.30.0")
+
+
 def test_every_status_of_the_library_is_known(kvcached: Kvcached) -> None:
     """A status that a later version adds must not pass as success."""
     assert set(doubles.statuses()) == {"applied", "conflict", "deferred", "rejected", "stale", "unavailable"}
@@ -185,11 +194,13 @@ def test_an_idle_engine_lets_pages_go_at_once(kvcached: Kvcached, held: LimitedB
     assert (kvcached.capacity, held.num_used) == (2, 3)
 
 
-def test_pages_kept_ready_are_given_too(kvcached: Kvcached, held: LimitedBlocks) -> None:
-    kvcached.num_reserved = 5
-    held.resize(24)
-    assert kvcached.num_reserved == 0
-    assert "trim" in kvcached.log
+def test_pages_kept_ready_are_given_while_a_cut_waits(kvcached: Kvcached, held: LimitedBlocks) -> None:
+    kvcached.num_reserved = 2
+    assert held.resize(8) == 0
+    assert kvcached.num_reserved == 2, "they are within the limit"
+    kvcached.use(*range(1, 24))
+    assert held.resize(24) > 0
+    assert (kvcached.num_reserved, kvcached.log[-1]) == (0, "trim")
 
 
 def test_a_sleeping_engine_keeps_the_null_block_s_page(kvcached: Kvcached, held: LimitedBlocks) -> None:

@@ -37,12 +37,10 @@ class KvAnswer:
 
     Attributes:
         is_applied: The capacity is the limit now; otherwise it becomes it when enough pages are free.
-        mapped_bytes: Device memory of the pools: pages in use and those kept ready.
         effective_bytes: The limit in whole pages.
     """
 
     is_applied: bool
-    mapped_bytes: int
     effective_bytes: int
 
 
@@ -98,7 +96,6 @@ class KvLimiter:
             if answer["status"] in {"applied", "deferred"}:
                 return KvAnswer(
                     is_applied=answer["status"] == "applied",
-                    mapped_bytes=int(answer["mapped_bytes"]),
                     effective_bytes=int(answer["effective_limit_bytes"]),
                 )
             if answer["status"] != "stale":
@@ -135,10 +132,14 @@ def check_adapter(vllm_version: str) -> None:
     """Look whether the installed kvcached can run under this version of vLLM.
 
     Raises:
-        BackendUnavailableError: It has no adapter: it would end the engine's start, or leave vLLM's own pool in place.
+        BackendUnavailableError: It has no adapter: it would end the engine's start, or leave vLLM's own pool in place. Or it is not there.
     """
-    adapted = importlib.import_module("kvcached.integration.vllm.patches").VLLM_MRV2_RANGE
-    versions = importlib.import_module("kvcached.integration.version_utils")
+    try:
+        adapted = importlib.import_module("kvcached.integration.vllm.patches").VLLM_MRV2_RANGE
+        versions = importlib.import_module("kvcached.integration.version_utils")
+    except (ImportError, AttributeError) as error:
+        message = f"KV memory of a GPU moves by kvcached, whose adapters are not where they were ({error}); {INSTALL}"
+        raise BackendUnavailableError(message) from error
     if not versions.VersionRange(adapted).contains(vllm_version):
         message = (
             f"kvcached {importlib.metadata.version('kvcached')} has no adapter for vLLM {vllm_version} (it has one for {adapted}); "

@@ -80,9 +80,8 @@ class LimitedBlocks:
             self._pool._evict_blocks_from_pool(num_pages_over * self._blocks_per_page)  # noqa: SLF001 - whole pages first
             num_pages_over = self._num_pages_over(answer.effective_bytes)
         self.settle()
-        if not answer.is_applied or answer.mapped_bytes > answer.effective_bytes:
-            answer = self._limiter.limit(limit)
-            self._manager.trim()  # pages kept ready are memory too
+        if not answer.is_applied and not self._limiter.limit(limit).is_applied:
+            self._manager.trim()  # pages kept ready are memory too; a limit that is applied has counted them
         num_missing = max(0, num_pages_over) * self._blocks_per_page
         self.num_held = num_to_hold - min(num_missing, num_to_hold)
         return num_missing
