@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import attrs
@@ -15,7 +17,9 @@ pytest.importorskip("vllm")
 
 from test_coserving_identity import PAIRINGS, PROMPTS, Pair, Shape, check_identity, open_pair, tokens
 
+from rose.backends.host import HostDevice
 from rose.backends.vllm import VllmEngine, VllmOptions
+from rose.backends.vllm.environment import import_vllm
 from rose.policies.admission import Mode
 from rose.testing.contracts.streams import collect
 
@@ -34,6 +38,32 @@ class AheadShape(Shape):
 
 def ahead(shape: Shape) -> AheadShape:
     return AheadShape(*attrs.astuple(shape))
+
+
+@pytest.mark.parametrize(
+    ("is_async", "name"), [(True, "RoseAsyncScheduler"), (False, "RoseScheduler"), (None, "RoseScheduler")]
+)
+async def test_the_class_follows_vllm_s_configuration(is_async: Any, name: str) -> None:
+    config = SimpleNamespace(scheduler_config=SimpleNamespace(async_scheduling=is_async))
+    import_vllm()
+    scheduler: Any = importlib.import_module("rose.backends.vllm.scheduler").RoseScheduler
+    assert type(scheduler.__new__(scheduler, vllm_config=config)).__name__ == name
+
+
+async def test_a_batch_whose_requests_have_ended_gives_the_turn_back(tmp_path: Path) -> None:
+    """Aborted while a batch is in flight: nothing is left to schedule, and the batch lands all the same."""
+    async with open_pair(tmp_path, *map(ahead, PAIRINGS[0])) as pair:
+        for _ in range(5):
+            stream = pair.serving.generate(pair.request(PROMPTS[0], 200))
+            async for _chunk in stream:
+                break
+            await stream.aclose()
+        async with asyncio.timeout(5):
+            while pair.serving._core.batch_queue:
+                await asyncio.sleep(0.01)
+        device = HostDevice(tmp_path / "device")
+        assert device.acquire(is_blocking=False)
+        device.close()
 
 
 async def test_pairs_that_schedule_ahead_change_no_token(tmp_path: Path) -> None:
