@@ -1,4 +1,8 @@
-"""Engines that schedule ahead, on vLLM's real asynchronous scheduler: same tokens, exclusive turns, memory that waits for batches."""
+"""Engines that schedule ahead, on vLLM's real asynchronous scheduler: same tokens, exclusive turns, memory that waits for batches.
+
+Engines that share a device have processes of their own: in one process they would step in turn, and one that waits for the device would keep
+the other from ending its batch in flight.
+"""
 
 from __future__ import annotations
 
@@ -66,15 +70,6 @@ async def test_a_batch_whose_requests_have_ended_gives_the_turn_back(tmp_path: P
         device.close()
 
 
-async def test_pairs_that_schedule_ahead_change_no_token(tmp_path: Path) -> None:
-    """Serving beside rollouts that are cut down in the middle, in one process."""
-    async with open_pair(tmp_path, *map(ahead, PAIRINGS[0])) as pair:
-        await check_identity(pair, 120)
-        scheduler = pair.serving._core.scheduler
-        assert type(scheduler).__name__ == "AheadScheduler"
-        assert pair.serving._core.batch_queue_size == 2
-
-
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def pair(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pair]:
     """Two engine processes that schedule ahead, and one elsewhere that does too."""
@@ -101,18 +96,16 @@ async def test_both_sides_get_on_in_every_mode(pair: Pair, mode: Mode) -> None:
     assert all(len(stream.token_ids) == 60 for stream, _ in done)
 
 
-async def test_turns_of_engines_that_schedule_ahead_do_not_overlap(pair: Pair) -> None:
-    """Each engine logs when its batches began and ended; a turn is held from the first in flight to the last."""
+async def test_batches_are_queued_behind_each_other(pair: Pair) -> None:
+    """Otherwise nothing here would be about batches in flight: some begin when the one before them ends, with no host work between."""
     pair.lend(Mode.UNGATED)
     rollouts = [asyncio.create_task(pair.roll_out(prompt, 60)) for prompt in PROMPTS]
     await asyncio.gather(pair.serve(30), *rollouts)
-    ahead_of = []
     for engine in (pair.serving, pair.rollout):
         rows = await engine._ask("rose_step_log", float("-inf"))
-        starts, ends = [row[0] for row in rows], [row[0] + row[1] for row in rows]
-        ahead_of.append(sum(start >= end - 1e-9 for start, end in zip(starts[1:], ends[:-1], strict=True)))
-        assert len(rows) > 20
-    assert all(ahead_of), "no batch was ever queued behind another one"
+        ends = [row[0] + row[1] for row in rows]
+        num_queued = sum(abs(row[0] - end) < 1e-9 for row, end in zip(rows[1:], ends[:-1], strict=True))
+        assert num_queued > len(rows) // 20
 
 
 async def test_the_gate_closes_before_the_next_batch(pair: Pair) -> None:
