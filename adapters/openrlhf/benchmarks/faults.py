@@ -43,7 +43,9 @@ def main() -> None:
             for fault in FAULTS:
                 add(given.out, rows, "alone", fault, lambda fault=fault: alone(folder, fault))
         if given.side != "alone":
-            with PoolSite.start(folder / "model", dedicated=3, borrowed=1, dtype="float32", stall_s=4.0) as site:
+            with PoolSite.start(
+                folder / "model", dedicated=3, borrowed=1, dtype="float32", max_seqs=2, stall_s=4.0
+            ) as site:
                 for fault in sorted(
                     FAULTS[1:], key=lambda fault: fault == "dies in mid-turn"
                 ):  # the dead one stays dead
@@ -118,7 +120,14 @@ def flags(folder: Path) -> list[str]:
         --data.prompt_dataset {prompts} --data.label_key label --reward.remote_url {HERE.parent / "examples/reward.py"}
         --algo.advantage.estimator rloo --algo.advantage.is_correction_level token
     """
-    return [*words.split(), *SMALL]
+    return [
+        *words.split(),
+        *SMALL,
+        "--rollout.batch_size",
+        str(PROMPTS),
+        "--rollout.n_samples_per_prompt",
+        str(SAMPLES),
+    ]
 
 
 def outcome(run: Run, on_sync: Callable[[int, Any], None]) -> dict[str, Any]:

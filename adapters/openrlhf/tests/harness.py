@@ -77,7 +77,7 @@ def make_prompts(path: Path, num_prompts: int, label: Callable[[int], str] = str
 
 SMALL = (
     "--ds.attn_implementation eager --ds.zero_stage 2 --ds.param_dtype bf16 --algo.kl.init_coef 0 --actor.adam.lr 1e-3 "
-    "--rollout.batch_size 4 --rollout.n_samples_per_prompt 2 --rollout.micro_batch_size 4 --train.batch_size 8 "
+    "--rollout.batch_size 2 --rollout.n_samples_per_prompt 4 --rollout.micro_batch_size 4 --train.batch_size 8 "
     "--train.micro_batch_size 4 --train.num_episodes 1 --data.max_len 96 --rollout.max_new_tokens 16"
 ).split()
 """What makes the examples a matter of a minute on two cores; appended to their flags."""

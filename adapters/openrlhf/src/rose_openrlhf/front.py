@@ -36,7 +36,7 @@ from rose_openrlhf.answers import RequestOutput, mark, to_output
 from rose_openrlhf.broadcast import BroadcastMember
 from rose_openrlhf.codec import HfCodec
 from rose_openrlhf.sampling import Request, read_request
-from rose_openrlhf.turns import Trajectory, TurnRunner, current
+from rose_openrlhf.turns import Trajectory, TurnRunner, current, twins
 from rose_openrlhf.weights import WeightInlet, in_thread
 
 _logger = logging.getLogger(__name__)
@@ -69,6 +69,7 @@ class PoolFront:
     _num_unfinished: int = 0
     _is_open: asyncio.Event = attrs.field(factory=asyncio.Event)
     _tokenizer: Any = None
+    _has_warned: bool = False
 
     def __attrs_post_init__(self) -> None:
         """Begin open."""
@@ -96,8 +97,9 @@ class PoolFront:
             "images": images,
         }
 
-        async def sample(number: int) -> Any:
-            trajectory = Trajectory(f"{group_id}/{number}", group_id, hf_tokenizer)
+        trajectories = [Trajectory(f"{group_id}/{number}", group_id, hf_tokenizer) for number in range(num_samples)]
+
+        async def sample(trajectory: Trajectory) -> Any:
             current.set(trajectory)  # gather runs each sample in a context of its own
             response = await self.executor.execute(
                 **names, sampling_params=copy.deepcopy(sampling_params), llm_engine=self
@@ -106,9 +108,22 @@ class PoolFront:
 
         self._num_unfinished += num_samples
         try:
-            return await _all_or_error([sample(number) for number in range(num_samples)])
+            responses = await _all_or_error([sample(trajectory) for trajectory in trajectories])
         finally:
             self._num_unfinished -= num_samples
+        self._warn_of_twins(trajectories)
+        return responses
+
+    def _warn_of_twins(self, trajectories: list[Trajectory]) -> None:
+        """Say once that samples are not independent: nothing else would tell, and groups of equal rewards teach nothing."""
+        twin = None if self._has_warned else twins(trajectories)
+        if twin is not None:
+            self._has_warned = True
+            _logger.warning(
+                "two samples of prompt %s are the same %d tokens, which happens by chance once in e^%.0f: engines of the pool draw with one seed; "
+                "leave seed out of their options in the pool's job file, or give each its own",
+                *(twin.group_id, len(twin.drawn), -twin.log_prob),
+            )
 
     async def generate(
         self, prompt_token_ids: Any, sampling_params: Any, multi_modal_data: Any = None

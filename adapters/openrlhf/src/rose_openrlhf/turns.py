@@ -15,7 +15,7 @@ import contextvars
 import itertools
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import attrs
@@ -34,6 +34,8 @@ from rose_openrlhf.sampling import Request
 
 _logger = logging.getLogger(__name__)
 _MAX_REDRAWS = 64
+_DRAWN_ABOVE = 0.5  # temperatures
+_IMPROBABLE = -20.0
 _FIRST_REST_S, _LONGEST_REST_S = 1.0, 15.0
 
 
@@ -45,17 +47,25 @@ class Trajectory:
         trajectory_id: The same for all its turns, so that they stay with one engine while that is best.
         group_id: The prompt's; the samples of a prompt share it.
         tokenizer: OpenRLHF's, or ``None``.
+        drawn: The tokens that were drawn, of all its turns; empty once a turn was greedy, or nearly.
+        log_prob: The log of the probability of drawing these; 0 where no log-probs were asked for.
     """
 
     trajectory_id: str
     group_id: str
     tokenizer: Any = None
+    drawn: tuple[int, ...] = ()
+    log_prob: float = 0.0
+    _is_drawn: bool = True
     _oldest: int | None = None
     _newest: int | None = None
     _num_hops: int = 0
 
-    def note(self, result: TurnResult) -> None:
+    def note(self, result: TurnResult, *, temperature: float = 1.0) -> None:
         """Count a turn's versions and moves."""
+        self._is_drawn = self._is_drawn and temperature >= _DRAWN_ABOVE
+        self.drawn = (*self.drawn, *result.token_ids) if self._is_drawn else ()
+        self.log_prob += sum(result.logprobs)
         numbers = [span.version.n for span in result.versions]
         if numbers:
             self._oldest = min(numbers if self._oldest is None else [*numbers, self._oldest])
@@ -115,7 +125,7 @@ class TurnRunner:
         result = await self._drawn(trajectory, prompt_ids, request)
         if request.text.min_tokens and len(result.token_ids) == 1 and result.token_ids[0] in request.text.stop_ids:
             result = await self._whole(trajectory, prompt_ids, request.sampling, [result])
-        trajectory.note(result)
+        trajectory.note(result, temperature=request.sampling.temperature)
         return result
 
     async def _drawn(self, trajectory: Trajectory, prompt_ids: list[int], request: Request) -> TurnResult:
@@ -167,6 +177,16 @@ def _rest_of(sampling: Sampling, num_made: int) -> Sampling:
     """Return what is left to draw; a seed moves on, as the pool moves it on between engines."""
     seed = None if sampling.seed is None else sampling.seed + num_made
     return attrs.evolve(sampling, max_tokens=sampling.max_tokens - num_made, seed=seed)
+
+
+def twins(trajectories: Sequence[Trajectory]) -> Trajectory | None:
+    """Return a trajectory that drew what another did although that is next to impossible: engines share a sampler's seed then."""
+    seen: set[tuple[int, ...]] = set()
+    for one in trajectories:
+        if one.drawn and one.drawn in seen and one.log_prob < _IMPROBABLE:
+            return one
+        seen.add(one.drawn)
+    return None
 
 
 def _is_barren(result: TurnResult, request: Request) -> bool:

@@ -23,5 +23,5 @@ def model(folder: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def site(model: Path) -> Iterator[PoolSite]:
-    with PoolSite.start(model, dedicated=2, borrowed=1, dtype="float32", max_len=512, stall_s=4.0) as site:
+    with PoolSite.start(model, dedicated=2, borrowed=1, dtype="float32", max_len=512, max_seqs=3, stall_s=4.0) as site:
         yield site

@@ -23,7 +23,7 @@ def run(site: PoolSite, model: Path, folder: Path) -> Run:
     variables = {
         "ROSE_POOL": site.url,
         "MODEL": str(model),
-        "PROMPTS": str(make_prompts(here / "prompts.jsonl", 4 * STEPS)),
+        "PROMPTS": str(make_prompts(here / "prompts.jsonl", 2 * STEPS)),
         "REWARD": str(ADAPTER / "examples/reward.py"),
     }
     flags = ["--rose.weights_dtype", "float32", *SMALL]

@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.stock, pytest.mark.timeout(600)]
 def run(site: PoolSite, model: Path, folder: Path) -> Run:
     here = folder / "agent"
     here.mkdir()
-    prompts = make_prompts(here / "prompts.jsonl", 4, lambda n: "greedy" if n % 2 else "drawn")
+    prompts = make_prompts(here / "prompts.jsonl", 2, lambda n: "greedy" if n % 2 else "drawn")
     variables = {"ROSE_POOL": site.url, "MODEL": str(model), "PROMPTS": str(prompts)}
     flags = ["--rose.weights_dtype", "float32", "--algo.advantage.is_correction_level", "token", *SMALL]
     one = Run.start(here, readme_command("tests/agent.py", *flags), variables)

@@ -57,7 +57,7 @@ def run(site: PoolSite, model: Path, folder: Path) -> Run:
     variables = {
         "ROSE_POOL": site.url,
         "MODEL": str(model),
-        "PROMPTS": str(make_prompts(here / "prompts.jsonl", 4 * STEPS)),
+        "PROMPTS": str(make_prompts(here / "prompts.jsonl", 2 * STEPS)),
         "REWARD": str(ADAPTER / "examples/reward.py"),
     }
     flags = ["--rose.weights_dtype", "float32", *SMALL, "--rollout.max_new_tokens", "64"]
@@ -90,7 +90,7 @@ def test_the_job_lives_and_no_sample_is_lost(run):
     assert run.num_syncs == STEPS
     prompts = [prompt for one in run.experience() for prompt in one["prompts"]]
     assert len(prompts) == 8 * STEPS
-    assert all(prompts.count(prompt) == 2 for prompt in prompts)
+    assert all(prompts.count(prompt) == 4 for prompt in prompts)
     for one in run.experience():
         assert (one["action_mask"].sum(1) == 64).logical_or(~one["truncated"]).all()  # none was cut short
 

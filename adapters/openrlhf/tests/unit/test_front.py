@@ -4,6 +4,7 @@ import asyncio
 import copy
 from types import SimpleNamespace
 
+import attrs
 import pytest
 import torch
 
@@ -112,6 +113,25 @@ async def test_no_logprobs_where_none_were_asked_for():
         front(Script(result("ab")), SingleTurnAgentExecutor(None)), params=openrlhf_params(logprobs=None)
     )
     assert response["rollout_log_probs"] is None
+
+
+@pytest.mark.parametrize(("second", "given", "num_warnings"), [
+    ("a" * 12, {}, 1),  # e^-78
+    ("b" * 12, {}, 0),
+    ("a" * 12, {"temperature": 0.0}, 0),
+])  # fmt: skip
+async def test_samples_that_cannot_be_alike_by_chance_are_said_once(second, given, num_warnings, caplog):
+    script = Script(*(result(text, FinishReason.LENGTH) for text in ("a" * 12, second, "a" * 12, second)))
+    one = front(script, SingleTurnAgentExecutor(None))
+    for _ in range(2):
+        await ask(one, num_samples=2, params=openrlhf_params(max_tokens=12, **given))
+    assert len([record for record in caplog.records if "draw with one seed" in record.message]) == num_warnings
+
+
+async def test_likely_answers_may_be_alike(caplog):
+    likely = attrs.evolve(result("ab"), logprobs=(-0.1, -0.1))
+    await ask(front(Script(likely, likely), SingleTurnAgentExecutor(None)), num_samples=2)
+    assert not caplog.records
 
 
 async def test_unfinished_samples_are_counted():
