@@ -58,14 +58,14 @@ def _sample(row, tag):
 
 
 class Policies:
-    """The trainer's weights after each step, in a plain model."""
+    """The trainer's weights after each step, in a plain model, as they reach engines of a type and computed in float32."""
 
-    def __init__(self, policy, witness):
+    def __init__(self, policy, witness, dtype="float32"):
         from transformers import AutoModelForCausalLM
 
         self._witness = Path(witness)
         self._model = AutoModelForCausalLM.from_pretrained(policy, attn_implementation="eager").float().eval()
-        self._now = None
+        self._now, self._dtype = None, dtype
 
     def steps(self):
         return sorted(int(path.stem.split("-")[1]) for path in self._witness.glob("weights-*.safetensors"))
@@ -87,7 +87,11 @@ class Policies:
 
     def at(self, step):
         if self._now != step:
-            self._model.load_state_dict(self.tensors(step), strict=False)
+            import torch
+
+            dtype = getattr(torch, self._dtype)
+            held = {name: tensor.to(dtype).float() for name, tensor in self.tensors(step).items()}
+            self._model.load_state_dict(held, strict=False)
             self._now = step
         return self._model
 

@@ -45,7 +45,7 @@ def pool(tmp_path):
     """``rose pool job.toml``, in the engines' environment; only sizes are of this machine."""
     (text,) = blocks("toml")
     own = text.replace(
-        "max_num_seqs = 64", 'max_num_seqs = 8, kv_cache_bytes = 33554432, dtype = "float32", max_model_len = 256'
+        "max_num_seqs = 64", 'max_num_seqs = 8, kv_cache_bytes = 33554432, dtype = "bfloat16", max_model_len = 256'
     )
     (tmp_path / "job.toml").write_text(own)
     words = command("rose pool")
@@ -106,6 +106,7 @@ def test_the_five_minutes(tmp_path, request):
     assert len(found) >= 2 * 8
     for sample in found:
         evidence.check_fields(sample, 24)
+    assert evidence.check_logprobs(found, evidence.Policies(tmp_path / "policy", witness, "bfloat16"))
 
 
 @pytest.mark.parametrize("name", ["grpo.sh", "dapo.sh"])
