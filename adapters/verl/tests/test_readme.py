@@ -1,5 +1,6 @@
 """The README's five minutes, by its own words: the pool of its ``job.toml``, then its trainer's command."""
 
+import importlib.util
 import json
 import os
 import re
@@ -126,6 +127,23 @@ _SEEN = (
     "dtype",
     "checkpoint_engine",
 )
+
+
+def test_the_faults_table_is_the_benchmarks():
+    folder = README.parent / "benchmarks"
+    rows = json.loads((folder / "faults.json").read_text())
+    spec = importlib.util.spec_from_file_location("faults", folder / "faults.py")
+    environ = dict(os.environ)
+    try:
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    finally:
+        os.environ.clear()
+        os.environ.update(environ)  # the bench sets its own
+    assert module.table(rows) in README.read_text(encoding="utf-8")
+    for row in rows:
+        if row["side"] == "rose":
+            assert (row["samples_lost"], row["groups_discarded"], row["is_alive"]) == (0, 0, True)
 
 
 def test_the_table_of_refusals_says_what_is_said():
