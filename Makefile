@@ -13,13 +13,15 @@ SGLANG := .venv-sglang
 SGLANG_READY := $(SGLANG)/.ready
 SGLANG_PIP := $(SGLANG)/bin/python -m pip --disable-pip-version-check
 ADAPTERS := verl openrlhf roll
+EMPTY :=
+SPACE := $(EMPTY) $(EMPTY)
 LIGHT := .venv-light
 LIGHT_BIN := $(abspath $(LIGHT))/bin
 SOURCES := src adapters tests tools examples docs benchmarks
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: env sglang-env test-sglang $(ADAPTERS:%=%-env) $(ADAPTERS:%=test-%) demo test check lint format types layers spelling docs examples bench reproduce clean
+.PHONY: env gpu-check sglang-env test-sglang $(ADAPTERS:%=%-env) $(ADAPTERS:%=test-%) demo test check lint format types layers spelling docs examples bench reproduce clean
 
 env: $(READY)
 
@@ -99,9 +101,10 @@ format: env
 
 types: env
 	$(BIN)/mypy
+	for adapter in $(ADAPTERS); do MYPYPATH=src:adapters/$$adapter/src $(BIN)/mypy -p rose_$$adapter || exit 1; done
 
 layers: env
-	$(BIN)/lint-imports
+	PYTHONPATH=$(subst $(SPACE),:,$(ADAPTERS:%=adapters/%/src)) $(BIN)/lint-imports
 
 spelling: env
 	$(BIN)/codespell README.md CONTRIBUTING.md $(wildcard ARCHITECTURE.md CHANGELOG.md) $(SOURCES)
@@ -126,6 +129,13 @@ bench: env
 # The tables of docs/reproducing.md; about half an hour on two cores, and it goes on where it was interrupted.
 reproduce: env
 	$(BIN)/python benchmarks/reproduce.py --out benchmarks/results/reproduce.json --docs docs/reproducing-figures.inc
+
+# What only a GPU can show; docs/gpu.md is made of what it writes. GPU_PYTHON is the environment that has torch for the card: this one is a
+# CPU build. Without a GPU it says so and ends.
+GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
+
+gpu-check:
+	PYTHONPATH=src $(GPU_PYTHON) tools/gpu_check.py $(GPU_CHECK)
 
 clean:
 	rm -rf $(VENV) $(SGLANG) $(LIGHT) $(ADAPTERS:%=.venv-%) docs/_build build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -15,6 +15,7 @@ from rose.testing import PoolSite
 
 pytestmark = [pytest.mark.job, pytest.mark.timeout(600)]
 RESPONSE = 24
+NUM_FAULTY = 9
 
 
 @pytest.fixture(scope="module")
@@ -90,6 +91,26 @@ def wait_for_version(site, engines, timeout_s=60):
         time.sleep(0.2)
 
 
+def next_step(job, timeout_s=120):
+    """Wait until one more version was pushed."""
+
+    def num_pushed():
+        return sum("is version" in line for line in job.lines)
+
+    before, end = num_pushed(), time.monotonic() + timeout_s
+    while num_pushed() == before:
+        assert time.monotonic() < end, job.tail()
+        time.sleep(0.1)
+
+
+def until_in_flight(site, engine, holds, timeout_s=60):
+    """Wait until as many turns as are wanted are under way on an engine."""
+    end = time.monotonic() + timeout_s
+    while not holds(site.status()["engines"][engine]["num_in_flight"]):
+        assert time.monotonic() < end, site.status()
+        time.sleep(0.02)
+
+
 def test_sync_with_two_ranks_while_a_device_is_taken_back_and_lent_again(run, site, policy):
     job, witness = run("actor_rollout_ref.rollout.dtype=float32", num_devices=2, num_steps=4)
     job.wait_for("step 0 is version", 240)
@@ -144,21 +165,25 @@ def test_separate_async_over_two_turns_while_engines_fail_in_every_way(run, site
         "actor_rollout_ref.rollout.agent.default_agent_loop=two_turns",
         "+actor_rollout_ref.rollout.engine_kwargs.rose.sync_timeout_s=15",
         "trainer.val_before_train=False",
-        num_steps=5,
+        num_steps=NUM_FAULTY,
     )
     job.wait_for("step 0 is version", 240)
     site.fail_fast("own0")
-    job.wait_for("step 1 is version", 120)
+    next_step(job)
     site.fail_fast("own0", on=False)
     site.hang("own1")
-    job.wait_for("step 2 is version", 120)
-    site.fail_updates("gpu0")  # and own1 hangs on
-    job.wait_for("step 3 is version", 120)
+    until_in_flight(site, "own1", lambda number: number > 0)
+    site.fail_updates("gpu0")
+    next_step(job)
     site.fail_updates("gpu0", on=False)
-    site.kill("own1")
+    until_in_flight(site, "own1", lambda number: number == 0)  # its turns have stalled and moved
+    site.hang("own1", on=False)
+    site.hang("own0")  # so that it dies in mid-turn
+    until_in_flight(site, "own0", lambda number: number > 0)
+    site.kill("own0")
     assert job.end(240) == 0, job.tail()
     policies = evidence.Policies(policy, witness)
-    check_training(job, policies, 5)
+    check_training(job, policies, NUM_FAULTY)
     for step, figures in job.steps().items():
         lost = {name: value for name, value in figures.items() if "failure" in name and value}
         assert not lost, (step, lost)
@@ -166,10 +191,10 @@ def test_separate_async_over_two_turns_while_engines_fail_in_every_way(run, site
     assert figures["rose/bytes_sent"] > 0
     assert 0 < figures["rose/changed_fraction"] <= 1
 
-    wait_for_version(site, ["own0"])
-    check_engines(site, policies, 5, ["own0"])
+    wait_for_version(site, ["own1", "gpu0"])
+    check_engines(site, policies, NUM_FAULTY, ["own1", "gpu0"])
     trained = evidence.samples(witness)
-    assert len(trained) >= 5 * 8
+    assert len(trained) >= NUM_FAULTY * 8
     for sample in trained:
         evidence.check_fields(sample, RESPONSE)
         assert len(sample.fields["rose_turns"]) == 2

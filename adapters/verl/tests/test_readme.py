@@ -6,6 +6,7 @@ import os
 import re
 import shlex
 import signal
+import socket
 import subprocess
 import threading
 from pathlib import Path
@@ -20,8 +21,18 @@ from rose.testing.pool_site.client import engine_environment, engine_python
 README = Path(__file__).parents[1] / "README.md"
 
 
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
+
+
+PORT = free_port()
+
+
 def blocks(language):
-    return re.findall(rf"```{language}\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
+    """The README's blocks, with a port that is free here in place of its own."""
+    text = README.read_text(encoding="utf-8").replace("127.0.0.1:7100", f"127.0.0.1:{PORT}")
+    return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
 
 
 def command(start):
@@ -77,6 +88,7 @@ def test_the_five_minutes(tmp_path, request):
     toy = [
         f"reward.custom_reward_function.path={jobs.HERE}/digits_reward.py",
         "actor_rollout_ref.actor.use_kl_loss=False",
+        "actor_rollout_ref.rollout.dtype=float32",  # as the pool's engines here
     ]
     later = [
         "trainer.v1.separate_async.parameter_sync_step=1",

@@ -7,7 +7,7 @@ between ``update`` and the end of the publish.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from rose.errors import LayoutMismatchError
 from rose.interfaces.trainer import ShardBits, ShardSpec, TensorSpec, Trainer
@@ -24,6 +24,8 @@ class ShardedTrainer(Trainer):
         rank: This rank.
         world_size: How many ranks publish together.
         aliases: Tied names: alias -> the name whose bits it shares.
+        base_in: Where the last published bits of shards on a GPU are kept: ``pinned`` in page-locked memory of the host, since frameworks
+            often lend the GPU to an engine between two steps, ``device`` on the GPU, which is faster; ``host`` compares on the host.
 
     Raises:
         LayoutMismatchError: A box is of no tensor or does not lie in it; names all of them.
@@ -37,8 +39,10 @@ class ShardedTrainer(Trainer):
         rank: int,
         world_size: int,
         aliases: Mapping[str, str] | None = None,
+        base_in: Literal["device", "pinned", "host"] = "pinned",
     ) -> None:
         self.rank, self.world_size = rank, world_size
+        self._base_in = base_in
         self._specs = {spec.name: spec for spec in tensors}
         self._layout = dict(layout)
         self._aliases = dict(aliases or {})
@@ -94,7 +98,10 @@ class ShardedTrainer(Trainer):
         if self._layout and not self._shards:
             message = "there are no shards to publish; call update(shards) before"
             raise LayoutMismatchError(message)
-        return {name: shard_bits(one, torch_dtype(self._specs[name].dtype)) for name, one in self._shards.items()}
+        return {
+            name: shard_bits(one, torch_dtype(self._specs[name].dtype), base_in=self._base_in)
+            for name, one in self._shards.items()
+        }
 
 
 def _refuse(problems: list[str], what: str) -> None:

@@ -122,6 +122,9 @@ class StepControl:
     governor: StepGovernor | None = None
     token_bytes: float | None = None
 
+    def keep_in_flight(self, num_batches: int) -> None:
+        """Let the engine schedule up to ``num_batches`` before the first one's outputs are here. Call before the first step."""
+
     def may_step(self, scheduler: Any) -> bool:  # noqa: ARG002 - the face of all controls
         """Return whether a step may start now; the turn is held then."""
         return True
@@ -177,11 +180,24 @@ class DeviceControl(StepControl):
         self._view = view
         self._scale = settings.device.tokens_per_token
         self._chunk = settings.chunk
+        self._is_ahead = False
         self._chunk_cap: int | None = None
         self._chunk_tokens = settings.chunk.max_tokens
 
+    def keep_in_flight(self, num_batches: int) -> None:
+        """Let the engine schedule ahead, unless each of its steps is several turns of the device."""
+        self._is_ahead = num_batches > 1
+        self._governor.max_in_flight = num_batches if self._scale == 1 else 1
+
+    @property
+    def _is_full(self) -> bool:
+        """Whether what is in flight must end before the engine schedules again."""
+        return self._is_ahead and self._governor.num_in_flight >= self._governor.max_in_flight
+
     def may_step(self, scheduler: Any) -> bool:
         """Take the dedicated device's turn and size the chunk."""
+        if self._is_full:
+            return False
         self._limit_chunk(scheduler, attrs.evolve(self._chunk, max_step_s=float("inf")))
         return bool(self._governor.ask())
 
@@ -246,6 +262,8 @@ class ServingControl(DeviceControl):
 
     def may_step(self, scheduler: Any) -> bool:
         """Wait for the turn, then take in the prompts that came meanwhile. Waiting for KV alone takes no turn."""
+        if self._is_full:
+            return False
         if self._is_decode and not self._governor.is_frozen and not self._view.wants_device(scheduler):
             self._has_turn = False
             return True
@@ -254,7 +272,7 @@ class ServingControl(DeviceControl):
 
     def begin(self, scheduler: Any, batch: Any) -> None:
         """Charge the step; a prompt whose KV did not come may want a turn only now."""
-        if batch and not self._has_turn and not self._governor.is_frozen:
+        if batch and not self._has_turn and not self._governor.is_frozen and not self._governor.has_queue:
             self._governor.take_turn()
         super().begin(scheduler, batch)
 
@@ -291,8 +309,15 @@ class RolloutControl(DeviceControl):
         self._num_tokens += (shape.num_prefill_tokens + shape.num_decodes) * self._scale
 
     def may_step(self, scheduler: Any) -> bool:
-        """Ask the gate; the chunk is sized so that serving never waits longer than its bound, unless nothing is gated."""
-        chunk = self._chunk if self._governor.bounds_chunks else attrs.evolve(self._chunk, max_step_s=float("inf"))
+        """Ask the gate; chunks are sized so that serving never waits longer than its bound, unless nothing is gated.
+
+        Of an engine that schedules ahead, serving may wait for all that is in flight, so each batch has a part of the bound.
+        """
+        if self._is_full:
+            return False
+        is_bounded = self._governor.bounds_chunks
+        bound_s = self._chunk.max_step_s / self._governor.max_in_flight if is_bounded else float("inf")
+        chunk = attrs.evolve(self._chunk, max_step_s=bound_s)
         first = self._limit_chunk(scheduler, chunk)
         return bool(self._governor.ask_rollout(first, scheduler.drain_inputs))
 

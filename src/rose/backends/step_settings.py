@@ -31,6 +31,7 @@ class DeviceSettings:
         clock: The paced clock's file.
         profile: ``gpu:model``, see ``rose.backends.paced.PROFILES``; a first guess of step times on ``cuda``.
         memory: Of ``cuda``: how KV budgets move memory, see ``rose.backends.cuda.CudaDevice``.
+        mps_percentage, stream_priority: Of ``cuda``, see there; nothing is set unless they are given.
         tokens_per_token: Modelled tokens that one token of the real engine stands for.
     """
 
@@ -38,7 +39,9 @@ class DeviceSettings:
     path: str | tuple[str, ...]
     clock: str | None = None
     profile: str | None = None
-    memory: Literal["kvcached", "sleep"] = "kvcached"
+    memory: Literal["kvcached", "sleep"] = "sleep"
+    mps_percentage: int | None = attrs.field(default=None, validator=v.optional([v.ge(1), v.le(100)]))
+    stream_priority: int | None = attrs.field(default=None, validator=v.optional(v.le(0)))
     tokens_per_token: int = attrs.field(default=1, validator=v.ge(1))
 
 
@@ -102,7 +105,13 @@ def open_device(settings: DeviceSettings) -> PacedDevice | HostDevice | CudaDevi
     """Open a device by its settings; a gang where it names several."""
     paths = many(settings.path)
     if settings.kind == "cuda":
-        return CudaDevice(paths[0], memory=settings.memory, profile=settings.profile)
+        return CudaDevice(
+            paths[0],
+            memory=settings.memory,
+            profile=settings.profile,
+            mps_percentage=settings.mps_percentage,
+            stream_priority=settings.stream_priority,
+        )
     if settings.kind == "host":
         hosts = [HostDevice(path) for path in paths]
         return hosts[0] if len(hosts) == 1 else GangDevice(hosts)

@@ -111,7 +111,7 @@ def _comparisons(tensors: Sequence[TensorSpec], cells: Sequence[Cell], drawn: Dr
         return loops.compare_columns(pairs, [slots[number].rows for number in numbers], is_overwrite=False)
 
     def one(slot: Slot) -> object:
-        new, old = (delta.as_rows(slot.view(bits), slot.rows) for bits in (drawn.new, drawn.old))
+        new, old = (delta.as_rows(slot.view(bits[slot.cell.tensor]), slot.rows) for bits in (drawn.new, drawn.old))
         return loops.compare(new, old, slot.rows, is_overwrite=False)
 
     found: list[Callable[[], object]] = []

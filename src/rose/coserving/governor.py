@@ -8,6 +8,8 @@ Invariants:
   ones, so that aborts, pauses and remote calls are served while the gate is closed.
 * A turn is never waited for with old inputs: the caller's ``on_grant`` runs after the wait and before it builds the step.
 * While the clock is frozen serving makes no step; rollout and dedicated engines run unpaced.
+* An engine that schedules ahead (``max_in_flight`` batches, two with vLLM's asynchronous scheduling) keeps the turn until the last
+  batch in flight is done. Nobody is kept waiting for it: a batch behind another one is asked for with the time of both.
 
 Life cycle of one engine step:
 
@@ -20,8 +22,9 @@ Life cycle of one engine step:
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import Protocol, runtime_checkable
+from typing import Protocol, cast, runtime_checkable
 
 import attrs
 from attrs import validators as v
@@ -52,6 +55,15 @@ class SupportsReleaseHint(Protocol):
     @property
     def expected_release_s(self) -> float:
         """When the device becomes free if nobody takes another turn."""
+
+
+@runtime_checkable
+class SupportsMeasuredSteps(Protocol):
+    """A device that measures how long it computed."""
+
+    @property
+    def measured_s(self) -> float | None:
+        """How long the step that was finished last kept the device busy; ``None`` where that is not known."""
 
 
 @attrs.frozen(kw_only=True)
@@ -104,8 +116,23 @@ class StepGovernor:
         self._granted_s: float | None = None
         self._is_unpaced = False
         self._ready_s: float | None = None
-        self._turn: ChargedTurn | None = None
+        self.max_in_flight = 1
+        self._turns: deque[ChargedTurn | None] = (
+            deque()
+        )  # of the batches in flight, oldest first; None: time stands still
         self._later: Sequence[StepWork] = ()
+        self._finished_s = -math.inf
+        self._is_measured = isinstance(device, SupportsMeasuredSteps)
+
+    @property
+    def num_in_flight(self) -> int:
+        """Batches that were begun and are not finished."""
+        return len(self._turns)
+
+    @property
+    def has_queue(self) -> bool:
+        """Whether a further batch would be queued behind one in flight, under the same turn."""
+        return self.max_in_flight > 1 and bool(self._turns)
 
     @property
     def is_frozen(self) -> bool:
@@ -120,32 +147,44 @@ class StepGovernor:
     def begin(self, first: StepWork, later: Iterable[StepWork] = ()) -> None:
         """Charge the batch's first turn to the device; ``later`` turns follow in ``finish``. Nothing while frozen, or if it was asked for so."""
         is_free = self._is_unpaced or self.is_frozen
+        if self.max_in_flight == 1:
+            self._turns.clear()  # a batch whose end nobody told is over
         self._later = () if is_free else tuple(later)
-        self._turn = None if is_free else self._charge(first)
+        self._turns.append(None if is_free else self._charge(first))
 
     def finish(self, *, has_more: bool) -> None:
         """Wait until the step's turns are over. ``has_more``: the engine has requests for another step at once."""
-        if self._turn is None:
+        self._finish_oldest(has_more=has_more)
+
+    def _finish_oldest(self, *, has_more: bool) -> ChargedTurn | None:
+        """Wait until the oldest batch in flight is over; returns what it took, ``None`` for one that was not charged."""
+        turn = self._turns.popleft() if self._turns else None
+        if turn is None:
             self._ready_s = None
-            return
-        end_s = self._turn.end_s
+            return None
+        last = turn
         for work in self._later:
-            self._asked_s = self._ready_s = end_s + self._config.host_gap_s
-            end_s = self._charge(work).end_s
-        self._await_end(end_s)
-        self._ready_s = end_s + self._config.host_gap_s if has_more else None
+            self._asked_s = self._ready_s = last.end_s + self._config.host_gap_s
+            last = self._charge(work)
+        last = self._await_end(last)
+        self._ready_s = last.end_s + self._config.host_gap_s if has_more else None
+        return turn if self._later else last
 
     def skip(self) -> None:
         """Note that no step came of the last ``ask``."""
-        self._turn, self._ready_s = None, None
+        if not self.has_queue:
+            self._turns.clear()
+            self._ready_s = None
         self.release()
 
     def release(self) -> None:
-        """Give the turn back."""
-        self.device.release()
+        """Give the turn back, unless batches were scheduled ahead."""
+        if not self.has_queue:
+            self.device.release()
 
     def close(self) -> None:
         """Let go of the device."""
+        self._turns.clear()
         self.release()
 
     def _start_asking(self) -> None:
@@ -157,6 +196,8 @@ class StepGovernor:
         ready_s, slip_s = self._starting_point()
         guess_s = self.device.predict_s(work)
         end_s = self.device.begin_step(work, ready_s)
+        if self._turns:
+            end_s = max(end_s, self._in_flight_until_s() + guess_s)  # it waits for those before it
         start_s = end_s - guess_s
         if start_s > self._asked_s:
             slip_s = 0.0
@@ -170,8 +211,21 @@ class StepGovernor:
         return self._predictor.predict_s(work, self.device.predict_s(work))
 
     def _upper_s(self, work: StepWork) -> float:
-        """Return how long a turn takes at most."""
-        return self._predictor.upper_s(work, self.device.predict_s(work))
+        """Return how long a turn is held at most: what is measured on the device has no host work in it."""
+        host_s = self._config.host_gap_s if self._is_measured else 0.0
+        return self._predictor.upper_s(work, self.device.predict_s(work)) + host_s
+
+    def _in_flight_until_s(self) -> float:
+        """Return when the last batch in flight should be over; the past where none is."""
+        return max((turn.end_s for turn in self._turns if turn is not None), default=-math.inf)
+
+    def _in_flight_at_most_s(self) -> float:
+        """Return when the last batch in flight is over at the latest, by what such batches took; the past where none is."""
+        until_s = -math.inf
+        for turn in self._turns:
+            if turn is not None:
+                until_s = max(until_s, turn.start_s) + self._upper_s(turn.work)
+        return until_s
 
     def _learn(self, turn: ChargedTurn) -> None:
         """Learn from a turn that is over now, unless time stood still meanwhile."""
@@ -180,6 +234,8 @@ class StepGovernor:
 
     def _starting_point(self) -> tuple[float, float]:
         """Return from when on the step may run, and how long the engine itself kept the device idle."""
+        if self._turns:
+            return max(self._asked_s, self._in_flight_until_s()), 0.0
         if self._granted_s is not None:
             return self._granted_s, 0.0
         if self._ready_s is None:
@@ -188,6 +244,16 @@ class StepGovernor:
             return self._ready_s, 0.0
         return self._asked_s, self._asked_s - self._ready_s
 
-    def _await_end(self, end_s: float) -> None:
-        self._turn = None
-        self.log.set_last_lateness(self.device.finish_step(end_s))
+    def _await_end(self, turn: ChargedTurn) -> ChargedTurn:
+        """Wait for the end of a turn that is no longer among those in flight; return it as it was."""
+        late_s = self.device.finish_step(turn.end_s)
+        measured_s = cast("SupportsMeasuredSteps", self.device).measured_s if self._is_measured else None
+        now_s, floor_s = self._clock.now(), self._finished_s
+        self._finished_s = now_s if self._turns else -math.inf
+        num_later = sum(later is not None for later in self._turns)
+        if measured_s is None:
+            self.log.set_lateness(late_s, num_later=num_later)
+            return turn if turn.start_s >= floor_s else attrs.evolve(turn, start_s=floor_s)
+        start_s = now_s - measured_s
+        self.log.set_lateness(late_s, num_later=num_later, start_s=start_s, duration_s=measured_s)
+        return attrs.evolve(turn, start_s=start_s, end_s=now_s)

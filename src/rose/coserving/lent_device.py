@@ -51,6 +51,12 @@ class LentDevice:
         decision = decide(self._admission, self.mode, self._serving, step_s, now_s)
         return decision.reason if isinstance(decision, Hold) else None
 
+    @property
+    def is_serving_idle(self) -> bool:
+        """Whether serving had no request and no prompt on its way at the last look."""
+        serving = self._serving
+        return serving is not None and not serving.num_running and not serving.num_prompts_waiting
+
     def kv_budget_bytes(self, now_s: float) -> int | None:
         """Return the KV budget of this device, ``None`` where memory is not shared."""
         if self._memory is None:

@@ -2,7 +2,9 @@
 
 Invariants: no turn starts without a valid lease and the admission policy's consent on every device, both read again after the
 turn was taken; whatever cannot be read counts as a no. Turns whose tokens were delivered early are owed and taken before the
-next step. A fencing token never goes back. KV memory is what the tightest device allows.
+next step. A fencing token never goes back. KV memory is what the tightest device allows. A batch is queued behind another one only
+where the policy would let one step of both their lengths start now, and a serving engine with requests waits for ``max_in_flight`` of
+them at most.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import cast
 
-from rose.coserving.governor import ChargedTurn, GovernorConfig, StepClock, StepGovernor, SupportsReleaseHint
+from rose.coserving.governor import GovernorConfig, StepClock, StepGovernor, SupportsReleaseHint
 from rose.coserving.ledger import Ledger, RolloutState
 from rose.coserving.lent_device import LentDevice
 from rose.coserving.processes import process_start
@@ -57,6 +59,7 @@ class RolloutGovernor(StepGovernor):
         self._state = RolloutState(pid=pid, pid_start=process_start(pid))
         self._has_release_hint = isinstance(device, SupportsReleaseHint)
         self._owed: deque[StepWork] = deque()
+        self._num_in_turn = 0
         self._write()
 
     @property
@@ -101,6 +104,8 @@ class RolloutGovernor(StepGovernor):
             hold = self.lease_problem()
             self.last_hold = hold
             return hold is None
+        if self.has_queue:
+            return self._may_queue(first)
         while self._owed:
             if not self._run_turn(self._owed[0], self._config.max_poll_s):
                 return False
@@ -113,10 +118,22 @@ class RolloutGovernor(StepGovernor):
             on_grant()
         return True
 
+    def _may_queue(self, work: StepWork) -> bool:
+        """Return whether a batch may be queued behind those in flight, whose turn is held: serving would wait for all of them.
+
+        A serving engine that may be waiting for the turn gets it after ``max_in_flight`` batches. Nothing is waited for here, so that those
+        in flight are finished and the device is given up.
+        """
+        rest_s = max(0.0, self._in_flight_at_most_s() - self._clock.now())
+        self.last_hold = self._ruling(rest_s + self._upper_s(work))
+        if self.last_hold is not None:
+            return False
+        return self._num_in_turn < self.max_in_flight or all(lent.is_serving_idle for lent in self._lent)
+
     def finish(self, *, has_more: bool) -> None:
-        """Wait for the first turn's end, give the device up, then take the later turns one by one through the gate."""
-        if self._turn is None:
-            self._ready_s = None
+        """Wait for the oldest turn's end, give the device up, then take the later turns one by one through the gate."""
+        if not self._turns or self._turns[0] is None:
+            self._finish_oldest(has_more=has_more)
             self.release()
             return
         later = deque(self._later)
@@ -146,29 +163,34 @@ class RolloutGovernor(StepGovernor):
         self._start_asking()
         if not self._wait_turn(work, limit_s):
             return False
-        self._turn = self._charge(work)
+        self._turns.append(self._charge(work))
         self._announce_turn()
         self._close_turn()
         return True
 
     def begin(self, first: StepWork, later: Iterable[StepWork] = ()) -> None:
         """Charge the batch's first turn to the device and let serving's watchdog know when it should be over."""
+        self._num_in_turn = self._num_in_turn + 1 if self.has_queue else 1
         super().begin(first, later)
         self._announce_turn()
 
+    def _turn_ends_s(self) -> float:
+        """Return when the watchdog may begin to doubt: where ends are guessed, by what steps took and not by the guess."""
+        return self._in_flight_at_most_s() if self._is_measured else self._in_flight_until_s()
+
     def _announce_turn(self) -> None:
-        if self._turn is not None:
-            end_s = self._turn.end_s
-            self._want(end_s + self._config.think_s, self._state.step_s, turn_ends_s=end_s)
+        until_s = self._turn_ends_s()
+        if until_s > -math.inf:
+            self._want(until_s + self._config.think_s, self._state.step_s, turn_ends_s=until_s)
 
     def _close_turn(self) -> None:
-        turn: ChargedTurn | None = self._turn
+        turn = self._turns.popleft() if self._turns else None
         if turn is None:
             return
-        self._await_end(turn.end_s)
+        turn = self._await_end(turn)
         self._learn(turn)
         self._ready_s = turn.end_s + self._config.host_gap_s
-        self._state.turn_ends_s = -math.inf
+        self._state.turn_ends_s = self._turn_ends_s()
         self._state.busy_s += turn.end_s - turn.start_s
         self._write()
         self.release()

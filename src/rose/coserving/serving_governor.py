@@ -163,6 +163,8 @@ class ServingGovernor(StepGovernor):
         if self._is_unpaced:
             self._clock.block(self._config.on_time_s)
             return False
+        if self.has_queue:
+            return self._may_queue(on_grant)
         if self._ready_s is not None:
             self._clock.block(min(self._ready_s - self._asked_s, self._config.on_time_s))
         begun_s = self._clock.now()
@@ -176,6 +178,26 @@ class ServingGovernor(StepGovernor):
         self._take_turn(begun_s)
         on_grant()
         return True
+
+    def _may_queue(self, on_grant: Callable[[], None]) -> bool:
+        """Return whether a batch is queued behind those in flight, whose turn is held.
+
+        Not where a rollout engine is about to get the device: those in flight end first, and the turn is given back.
+        """
+        if self._should_yield() or (self._lends_in_turns() and self._is_wanted()):
+            return False
+        on_grant()
+        return True
+
+    def _lends_in_turns(self) -> bool:
+        """Return whether the mode in force lets rollout steps in between serving's without its asking for them."""
+        return self._mode() is Mode.UNGATED
+
+    def _is_wanted(self) -> bool:
+        try:
+            return any(self._clock.now() < ledger.rollout().wants_until_s for ledger in self._ledgers)
+        except LedgerError:
+            return False
 
     def take_turn(self) -> None:
         """Take the turn for a step that was built without one."""
@@ -194,8 +216,7 @@ class ServingGovernor(StepGovernor):
 
     def finish(self, *, has_more: bool) -> None:
         """Wait until the step is over and learn from it."""
-        turn = self._turn
-        super().finish(has_more=has_more)
+        turn = self._finish_oldest(has_more=has_more)
         if turn is not None:
             self._learn(turn)
             self._last_end_s = turn.end_s

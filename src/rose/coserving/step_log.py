@@ -71,10 +71,23 @@ class StepLog:
             return
         self._data.extend(record)
 
-    def set_last_lateness(self, late_s: float) -> None:
-        """Note when the last turn's end was really noticed."""
-        if self._data:
-            self._data[2 - _FIELDS] = late_s
+    def set_lateness(
+        self, late_s: float, *, num_later: int = 0, start_s: float | None = None, duration_s: float | None = None
+    ) -> None:
+        """Note when a turn's end was really noticed.
+
+        Args:
+            late_s: How late that was.
+            num_later: Turns that were noted since; 0 is the last one.
+            start_s: When it really started, where that was measured.
+            duration_s: How long it really took, where that was measured.
+        """
+        at = len(self._data) - _FIELDS * (num_later + 1)
+        if at < 0 or self.num_dropped:
+            return
+        self._data[at + 2] = late_s
+        if start_s is not None and duration_s is not None:
+            self._data[at], self._data[at + 1] = start_s, duration_s
 
     def records(self, since_s: float = -math.inf) -> list[StepRecord]:
         """Return the turns that started at ``since_s`` or later."""

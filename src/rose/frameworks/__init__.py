@@ -1,12 +1,24 @@
 """What adapters to RL frameworks stand on: where the pool is, and the way of a trainer's weights to it.
 
 A framework's processes need one thing of the user, the address of a pool (``rose pool job.toml``). Turns go to
-``PoolPlace.connect()``; each trainer rank has a ``WeightPush``.
+``PoolPlace.connect()``, or over a ``HeldPool``; each trainer rank has a ``WeightPush``.
 """
 
 from rose.backends.sharded import ShardedTrainer
 from rose.backends.streamed import StreamedTrainer
+from rose.frameworks.held_pool import HeldPool
+from rose.frameworks.neutral import NEUTRAL, TEXT_ONLY, is_neutral
 from rose.frameworks.place import PoolPlace
 from rose.frameworks.push import PushReport, WeightPush
 
-__all__ = ["PoolPlace", "PushReport", "ShardedTrainer", "StreamedTrainer", "WeightPush"]
+__all__ = [
+    "NEUTRAL",
+    "TEXT_ONLY",
+    "HeldPool",
+    "PoolPlace",
+    "PushReport",
+    "ShardedTrainer",
+    "StreamedTrainer",
+    "WeightPush",
+    "is_neutral",
+]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from rose.pool.membership import Member, Membership
+from rose.pool.membership import Membership
 from rose.pool.turns import TurnRecord
 from rose.types import WeightVersion
 
@@ -13,7 +13,8 @@ class Barrier:
     """Waits for one version of the weights.
 
     It is passed when every engine that takes turns is at the version or a later one of its run, no turn runs on an engine below it, and no
-    live turn has a token of an older version. What held it up last is looked at first, so that asking often is cheap.
+    live turn has a token of an older version. A client that streams from the engine itself may have such tokens and not have said so yet: an
+    attempt that began on older weights there holds the barrier up until its first token was heard of. What held it up last is looked at first, so that asking often is cheap.
     """
 
     def __init__(self, version: WeightVersion) -> None:
@@ -41,8 +42,11 @@ class Barrier:
     def _holds_up(self, record: TurnRecord) -> bool:
         if any(self._is_older(span.version) for span in record.spans):
             return True
-        member: Member | None = None if record.attempt is None else record.attempt.member
-        return member is not None and self._is_older(member.version)
+        attempt = record.attempt
+        if attempt is None:
+            return False
+        is_unheard = record.source is not None and not attempt.num_tokens
+        return self._is_older(attempt.member.version) or (is_unheard and self._is_older(attempt.version))
 
     def _is_older(self, version: WeightVersion | None) -> bool:
         return version is None or version.run != self.version.run or version.n < self.version.n

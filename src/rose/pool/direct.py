@@ -5,7 +5,7 @@ cross. Life cycle of a turn:
 
 0. [POOL] ``session``, once a connection: what the ids of requests begin with that the client makes itself.
 1. [CLIENT] ``submit``: its own id for the turn, and what routing needs to know of it. If it has begun the turn already where the trajectory
-   was last (a head start), it says where.
+   was last (a head start), it says where, and of which weights it knows there.
 2. [POOL] ``start``: an attempt, the engine and its address, the request's id, how many tokens are kept. It ends an earlier attempt. One with
    the id of the head start takes it over; ``stop`` ends it where no engine was chosen at once.
 3. [CLIENT] streams from the engine; ``report`` brings the tokens, at most every ``REPORT_S``, and at once how the stream ended.
@@ -113,33 +113,43 @@ class Report:
     end: FinishReason | Mapping[str, Any] | None = None
 
 
+@attrs.frozen(kw_only=True)
+class Ahead:
+    """A head start, as a client submits it: where, and the last version that it heard of the engine's weights, which had no older ones then."""
+
+    engine_id: EngineId
+    version: WeightVersion | None
+
+
 def ahead_id(prefix: str, turn_id: str) -> RequestId:
     """Return the id of the request of a turn's head start; both sides make it, so that a client names no request but its own."""
     return RequestId(f"{prefix}-{turn_id}")
 
 
-def submit_to_wire(turn_id: str, turn: Turn, ahead_at: EngineId | None = None) -> list[Any]:
-    """Return ``submit``: all of a turn that routing and accounts need, and where it has a head start."""
+def submit_to_wire(turn_id: str, turn: Turn, ahead: Ahead | None = None) -> list[Any]:
+    """Return ``submit``: all of a turn that routing and accounts need, and its head start."""
+    begun = None if ahead is None else [ahead.engine_id, None if ahead.version is None else str(ahead.version)]
     given = [(name, getattr(turn, name)) for name in _OTHERS]
     rest = {name: value if type(value) is str else to_plain(value) for name, value in given if value is not None}
     sampling = {name: getattr(turn.sampling, name) for name in _SENT}
-    return [SUBMIT, turn_id, len(turn.prompt_ids), sampling, constraint_to_plain(turn.versions), rest, ahead_at]
+    return [SUBMIT, turn_id, len(turn.prompt_ids), sampling, constraint_to_plain(turn.versions), rest, begun]
 
 
-def submit_from_wire(message: list[Any]) -> tuple[str, Turn, EngineId | None]:
-    """Return the client's id, the turn, its prompt unseen, and the engine of its head start.
+def submit_from_wire(message: list[Any]) -> tuple[str, Turn, Ahead | None]:
+    """Return the client's id, the turn, its prompt unseen, and its head start.
 
     Raises:
         TypeError, ValueError, KeyError: It is none.
     """
-    _, turn_id, num_prompt_tokens, sampling, versions, rest, ahead_at = message
-    if type(turn_id) is not str or type(num_prompt_tokens) is not int or type(ahead_at) not in {str, type(None)}:
-        reason = "an id, a number of tokens and an engine or nothing are needed"
+    _, turn_id, num_prompt_tokens, sampling, versions, rest, begun = message
+    if type(turn_id) is not str or type(num_prompt_tokens) is not int:
+        reason = "an id and a number of tokens are needed"
         raise ValueError(reason)
+    ahead = None if begun is None else Ahead(engine_id=begun[0], version=version_from_wire(begun[1]))
     unseen: Any = UnseenIds(num_prompt_tokens)
     constraint = constraint_from_plain(versions)
     turn = Turn(prompt_ids=unseen, sampling=Sampling(**sampling), versions=constraint, **other_fields(rest))
-    return turn_id, turn, ahead_at
+    return turn_id, turn, ahead
 
 
 def start_to_wire(start: Start) -> list[Any]:

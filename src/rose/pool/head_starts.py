@@ -5,7 +5,8 @@ the pool at the same time: one round trip less. ``rose.pool.direct`` has what be
 
 Invariants:
 
-* A turn has a head start only at an engine with an address, whose last known weights it may have.
+* A turn has a head start only at an engine with an address, whose last known weights it may have; what an engine has is known from
+  whichever turn the pool sent there last.
 * Where most guesses were wrong lately, few are made.
 """
 
@@ -22,6 +23,7 @@ from rose.types import Turn
 _WEIGHT = 0.1  # of one more guess
 _LEAST_HITS = 0.5
 _PROBE_EVERY = 16
+_MAX_ENGINES = 1024
 
 
 class HeadStarts:
@@ -34,13 +36,21 @@ class HeadStarts:
     def __init__(self, *, max_trajectories: int) -> None:
         self.prefix: str | None = None
         self._max_trajectories = max_trajectories
-        self._last: OrderedDict[str, direct.Start] = OrderedDict()
+        self._last: OrderedDict[str, str] = OrderedDict()
+        self._engines: OrderedDict[str, direct.Start] = OrderedDict()
         self._hits = 1.0
         self._num_held_back = 0
 
-    def note(self, trajectory_id: str, start: direct.Start) -> None:
+    def hear(self, start: direct.Start) -> None:
+        """Note what the pool says of an engine, with any attempt there."""
+        self._engines[start.engine_id] = start
+        self._engines.move_to_end(start.engine_id)
+        if len(self._engines) > _MAX_ENGINES:
+            self._engines.popitem(last=False)
+
+    def note(self, trajectory_id: str, engine_id: str) -> None:
         """Remember where a trajectory's turn ended well."""
-        self._last[trajectory_id] = start
+        self._last[trajectory_id] = engine_id
         self._last.move_to_end(trajectory_id)
         if len(self._last) > self._max_trajectories:
             self._last.popitem(last=False)
@@ -51,7 +61,7 @@ class HeadStarts:
 
     def guess(self, turn_id: str, turn: Turn) -> direct.Start | None:
         """Return the attempt to make before the pool says so, or ``None`` to wait for its word."""
-        last = self._last.pop(turn.trajectory_id, None)
+        last = self._engines.get(self._last.pop(turn.trajectory_id, ""))
         if last is None or self.prefix is None or last.address is None:
             return None
         if not is_admissible(turn.versions, last.version, last.run):

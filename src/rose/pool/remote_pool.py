@@ -82,6 +82,7 @@ class RemotePool:
             reconnect_s=reconnect_s,
         )
         self._head_starts = HeadStarts(max_trajectories=_MAX_TRAJECTORIES if has_head_starts else 0)
+        self._last_prefix: str | None = None
         self._calls: dict[str, RemoteCall] = {}
         self._unreported: set[RemoteCall] = set()
         self._numbers = itertools.count()
@@ -107,11 +108,11 @@ class RemotePool:
         call = self._calls[turn_id] = RemoteCall.of(turn_id, turn, waiter)
         self._has_calls.set()
         try:
-            ahead_at = await self._begin_ahead(call)
+            await self._begin_ahead(call)
             for delivered in list(self._unreported):  # a trajectory's next turn comes after the report of its last
                 await self._report(delivered)
-            await self._link.send(direct.submit_to_wire(turn_id, turn, ahead_at))
-            if ahead_at is None:
+            await self._link.send(direct.submit_to_wire(turn_id, turn, call.ahead))
+            if call.start is None:
                 engine_wire.PREPARED.prepare(turn.prompt_ids)  # while the pool decides
             return await waiter
         except BaseException as error:
@@ -206,7 +207,7 @@ class RemotePool:
 
     def _hear(self, message: list[Any]) -> None:
         if message[0] == direct.SESSION:
-            self._head_starts.prefix = message[1]
+            self._meet(message[1])
             return
         call = self._calls.get(message[1])
         if call is None:
@@ -223,7 +224,15 @@ class RemotePool:
             else:
                 call.stop()
 
+    def _meet(self, prefix: str) -> None:
+        """Take up with a session; another one than before begins all turns anew, so what they have under way is nobody's any more."""
+        if prefix != self._last_prefix:
+            for call in self._calls.values():
+                call.stop()
+        self._head_starts.prefix = self._last_prefix = prefix
+
     def _begin(self, call: RemoteCall, start: direct.Start) -> None:
+        self._head_starts.hear(start)
         is_known = call.is_making(start)
         if call.is_ahead:
             self._head_starts.judge(is_hit=is_known)
@@ -238,16 +247,14 @@ class RemotePool:
         elif call.end is not None or call.record.token_ids:
             self._spawn(self._tell(call))
 
-    async def _begin_ahead(self, call: RemoteCall) -> EngineId | None:
-        """Begin a turn before the pool has answered, if that is likely to be right; returns at which engine."""
+    async def _begin_ahead(self, call: RemoteCall) -> None:
+        """Begin a turn before the pool has answered, if that is likely to be right."""
         turn = call.record.turn
         start = self._head_starts.guess(call.turn_id, turn) if self._link.is_open else None
         request = None if start is None else call.begin(start)
-        if start is None or request is None:
-            return None
-        call.task = self._spawn(self._stream(call, start, request))
-        await asyncio.sleep(0)  # the engine hears of it first
-        return EngineId(start.engine_id)
+        if start is not None and request is not None:
+            call.task = self._spawn(self._stream(call, start, request))
+            await asyncio.sleep(0)  # the engine hears of it first
 
     async def _stream(self, call: RemoteCall, start: direct.Start, request: EngineRequest) -> None:
         """Stream one attempt."""
@@ -268,7 +275,7 @@ class RemotePool:
     async def _tell(self, call: RemoteCall) -> None:
         """Give the caller the result if it is there, then the pool the news."""
         if call.deliver() and call.start is not None:
-            self._head_starts.note(call.record.turn.trajectory_id, call.start)
+            self._head_starts.note(call.record.turn.trajectory_id, call.start.engine_id)
             self._unreported.add(call)
             await asyncio.sleep(0)  # the caller goes first
         await self._report(call)
@@ -297,7 +304,7 @@ class RemotePool:
         calls = list(self._calls.values())
         await self._link.send([direct.TURNS, [call.turn_id for call in calls]])
         for call in calls:
-            await self._link.send(direct.submit_to_wire(call.turn_id, call.record.turn))
+            await self._link.send(direct.submit_to_wire(call.turn_id, call.record.turn, call.ahead))
 
     def _fail_all(self, error: RoseError) -> None:
         self._refused = error

@@ -4,7 +4,7 @@ Invariants:
 
 * A call is delivered once: its result, its error or its cancellation, whichever comes first.
 * What the client keeps of a turn begins with what the pool keeps: ``begin`` drops the rest.
-* A result is given before the pool's word only if that word can be no other: the engine ended the turn itself, every token is
+* A result is given before the pool's word only if that word can be no other: the engine ended the turn itself or went beyond what it was asked for, every token is
   labelled with a version that the turn may have, and the pool has chosen that engine.
 * Nothing is told, or kept for the caller, of a head start that the pool did not take over.
 """
@@ -59,6 +59,14 @@ class RemoteCall:
         """Whether the attempt is a head start that the pool did not take over yet."""
         return self.start is not None and self.start.attempt == direct.AHEAD
 
+    @property
+    def ahead(self) -> direct.Ahead | None:
+        """Return the head start that the pool did not take over yet, ``None`` where there is none."""
+        one = self.start
+        if one is None or not self.is_ahead:
+            return None
+        return direct.Ahead(engine_id=EngineId(one.engine_id), version=one.version)
+
     def is_making(self, start: direct.Start) -> bool:
         """Tell whether an attempt is the one under way: by its request, since numbers begin anew with a pool that was started anew."""
         one = self.start
@@ -76,10 +84,8 @@ class RemoteCall:
         self._keep(start.num_kept)
         record.hops[:] = start.hops
         self.start, self.end = start, None
-        request = record.next_request(start.request_id)
-        if request.sampling.max_tokens == start.max_tokens:
-            return request
-        return attrs.evolve(request, sampling=attrs.evolve(request.sampling, max_tokens=start.max_tokens))
+        record.max_context_tokens = record.num_prompt_tokens + start.max_tokens
+        return record.next_request(start.request_id)
 
     def _keep(self, num: int) -> None:
         record = self.record
@@ -103,8 +109,11 @@ class RemoteCall:
                 self._is_labelled = self._is_labelled and (chunk.version is not None or self.start.version is None)
                 is_allowed = is_admissible(self.start.versions, version, self.start.run)
                 num_taken = self.record.take(chunk, chunk.version)
-                if not is_allowed or num_taken < len(chunk.token_ids):
+                if not is_allowed:
                     return True  # without an end: what comes of it is the pool's to say
+                if num_taken < len(chunk.token_ids):  # the pool, which hears of those only, could not say it
+                    self.end = chunk.finish_reason or FinishReason.LENGTH
+                    return True
         except EngineError as error:
             self.fail(error)
             return True
@@ -124,7 +133,7 @@ class RemoteCall:
         hop = Hop(
             engine_id=EngineId(start.engine_id),
             reason=start.reason,
-            num_tokens=len(self.record.token_ids) - start.num_kept,
+            num_tokens=len(self.record.token_ids) - sum(hop.num_tokens for hop in self.record.hops),
             ended=HopEnd.FINISHED,
         )
         self.record.hops.append(hop)

@@ -16,8 +16,14 @@ if TYPE_CHECKING:
 class TokenSource(Protocol):
     """Gives the chunks of each attempt of one turn."""
 
-    def begun_at(self, engine_id: EngineId) -> RequestId | None:
-        """Return the id of a request that the source has begun at an engine by itself; asked when an attempt is made there, which takes it over."""
+    def begun_at(self, engine_id: EngineId, version: WeightVersion | None, max_tokens: int) -> RequestId | None:
+        """Return the id of a request that the source has begun by itself; asked when an attempt is made, which takes it over.
+
+        Args:
+            engine_id: Where the attempt is made.
+            version: Of the engine's weights; a request that it may have begun with others does not count.
+            max_tokens: Most tokens that the attempt is to give, as a request must that counts.
+        """
 
     def open(self, attempt: Attempt) -> AsyncIterator[TokenChunk]:
         """Stream an attempt's tokens, with the errors of ``ServingEngine.generate``. Cancelled once the pool gives the attempt up."""
@@ -73,8 +79,8 @@ class _Tee:
         self.record: TurnRecord | None = None
         self.news = asyncio.Event()
 
-    def begun_at(self, engine_id: EngineId) -> RequestId | None:  # noqa: ARG002 - it begins nothing by itself
-        return None
+    def begun_at(self, *_: object) -> RequestId | None:
+        return None  # it begins nothing by itself
 
     async def open(self, attempt: Attempt) -> AsyncGenerator[TokenChunk, None]:
         self.record = attempt.record

@@ -289,19 +289,21 @@ class PoolState:
         if (error := self._objections.find_stale(record)) is not None:
             self._fail_turn(record, error, now_s)
             return
-        number = next(self._numbers)
-        begun = None if record.source is None else record.source.begun_at(decision.engine_id)
+        number, member, source = next(self._numbers), self.engines.members[decision.engine_id], record.source
+        asked = member.engine_id, member.version, record.num_left_tokens
+        begun = None if source is None else source.begun_at(*asked)
         attempt = Attempt(
             record=record,
-            member=self.engines.members[decision.engine_id],
+            member=member,
             request=record.next_request(begun or RequestId(f"{self._name}-{number}")),
             reason=decision.reason,
             number=number,
             last_progress_s=now_s,
             assigned_s=now_s,
+            version=member.version,
         )
         record.attempt = self._open[number] = attempt
-        self.engines.hold(attempt.member, attempt, now_s)
+        self.engines.hold(member, attempt, now_s)
         self._timers.set(now_s + self._config.stall_s, TimerKind.STALL, number)
         self._actions.append(StartAttempt(attempt))
         self._journal.assigned(attempt, now_s)

@@ -67,6 +67,8 @@ class Progress:
 class Attempt:
     """One request to one engine. ``is_open`` until it ended or the pool gave it up; ``is_started`` once it may be known there.
 
+    ``version`` is what the engine's weights were when it was assigned.
+
     ``load_tokens``: the context of all the engine's turns and seats when this one came; ``num_fresh_tokens``: prompt tokens that the
     engine has to compute, as far as the pool knows. What is reserved for it there is given back as it was taken: ``kv_tokens``, which
     it may come to use, ``num_prompt_tokens`` and ``left_tokens`` (see ``Progress``).
@@ -79,6 +81,7 @@ class Attempt:
     number: int
     last_progress_s: float
     assigned_s: float = 0.0
+    version: WeightVersion | None = None
     load_tokens: int = 0
     num_fresh_tokens: int = 0
     kv_tokens: int = 0

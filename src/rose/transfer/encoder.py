@@ -2,7 +2,8 @@
 
 A pipeline over cells, in their order, on a few threads: read (and cast) a cell, compare and code it; pack, compress, checksum and put
 a blob when enough cells for the same engines are there. What is held at any time is a handful of cells and blobs, beside the bits of
-the last committed version.
+the last committed version. Shards that keep their base themselves (``rose.transfer.resident``) are compared by their own comparer,
+all cells of one in a row, on the thread that asks.
 
 Invariants: the kept bits are those of the last *committed* version, or there are none; encoding never changes them. The kept sums
 are those of the kept bits: they move by what ``compare`` found, and ``audit`` computes them anew.
@@ -10,8 +11,10 @@ are those of the kept bits: they move by what ``compare`` found, and ``audit`` c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -27,6 +30,7 @@ from rose.transfer.kernels import Comparison, Kernels
 from rose.transfer.layout import bits_dtype, rows_of, slices_in
 from rose.transfer.parts import Share
 from rose.transfer.plan import Cell
+from rose.transfer.resident import Comparer, Part, ResidentBase, SupportsResidentBase
 from rose.transfer.units import SideBySide, Slot, Unit, plan_units
 
 _HELD_FRACTION = 0.01
@@ -78,7 +82,7 @@ class RankEncoder:
         num_streams = max(1, len({cell.targets for cell in cells}))
         wanted = int(_BUFFER_FRACTION * self._shard_bytes / num_streams)
         self._fill_bytes = min(MAX_BLOB_BYTES, max(MIN_BLOB_BYTES, wanted))
-        self._last: dict[str, Bits] | None = None
+        self._last: dict[str, Bits | ResidentBase] | None = None
         self._columns = Columns.empty(len(self._slots))
         self._pending: Columns | None = None
         self._held: dict[int, EncodedCell] = {}
@@ -147,7 +151,8 @@ class RankEncoder:
                 columns.set_sum(number, cell.state_sum)
                 if cell.codec is not Codec.NONE:
                     writer.add(self._slots[number].cell.targets, number, cell)
-                if cell.streams is not None and (room := room - cell.num_bytes) > 0:
+                is_held = cell.streams is not None and self._resident(number) is None
+                if is_held and (room := room - cell.num_bytes) > 0:
                     held[number] = cell
             blobs, blob_of_cell = writer.finish()
         except BaseException:
@@ -169,30 +174,19 @@ class RankEncoder:
             return
         is_first = self._last is None
         if self._last is None:
-            self._last = {name: np.empty(box.shape, dtype=self._dtypes[name]) for name, box in self._layout.items()}
-        last = self._last
+            self._last = {name: self._new_base(name, box, shards.get(name)) for name, box in self._layout.items()}
         is_changed = (np.ones(len(self._slots), dtype=bool) if is_first else pending.codec != Codec.NONE).tolist()
-
-        def take(number: int) -> None:
-            slot = self._slots[number]
-            target = slot.view(last)
-            flat, cell = delta.as_rows(target, slot.rows), held.get(number)
-            if cell is None or cell.streams is None or not np.may_share_memory(flat, target):
-                target[...] = shards[slot.cell.tensor][slot.index]
-                return
-            change = delta.decode(
-                cell.streams, codec=cell.codec, dtype=flat.dtype, num_elements=flat.size, with_=self._loops
-            )
-            write = self._loops.add if change.is_difference else self._loops.scatter
-            write(flat, change.positions, change.values)
 
         def take_all(unit: Unit) -> None:
             for number in unit.numbers:
                 if is_changed[number]:
-                    take(number)
+                    self._take(number, shards, held)
 
         for _ in self._pool.map(take_all, self._units):
             pass
+        for base in self._last.values():
+            if not isinstance(base, np.ndarray):
+                base.settle()
         self._columns = pending
 
     def forget(self) -> None:
@@ -207,11 +201,12 @@ class RankEncoder:
         """
         if self._last is None:
             return
-        last = self._last
 
         def is_wrong(number: int) -> bool:
-            slot = self._slots[number]
-            bits = delta.as_rows(slot.view(last), slot.rows)
+            slot, base = self._slots[number], self._resident(number)
+            if base is not None:
+                return base.state_sum(slot.index, slot.rows) != self._columns.state_sum(number)
+            bits = delta.as_rows(self._kept(slot), slot.rows)
             return self._loops.state_sum(bits, slot.rows) != self._columns.state_sum(number)
 
         wrong = [
@@ -238,32 +233,74 @@ class RankEncoder:
             raise CorruptUpdateError(message)
 
     def _encoded(self, shards: Mapping[str, ShardBits], *, is_whole: bool) -> Iterator[tuple[int, EncodedCell]]:
-        """Yield the encoded cells in order, a few units of them ahead of the caller."""
+        """Yield the encoded cells in order, those of resident bases from their comparers, the others from our own threads."""
+        elsewhere = {} if is_whole else self._compared_elsewhere(shards)
+        with closing(self._encoded_here(shards, elsewhere, is_whole=is_whole)) as here:
+            if not elsewhere:
+                yield from enumerate(here)
+                return
+            for number, slot in enumerate(self._slots):
+                if number in elsewhere:
+                    found = next(elsewhere[number])
+                    yield number, self._coded(number, found, shards[slot.cell.tensor])
+                else:
+                    yield number, next(here)
+
+    def _compared_elsewhere(self, shards: Mapping[str, ShardBits]) -> dict[int, Iterator[Comparison]]:
+        """Return which cells have a resident base and a shard that can be compared with it, each with its comparer's answers."""
+        if all(isinstance(base, np.ndarray) for base in (self._last or {}).values()):
+            return {}
+        parts: dict[int, list[Part]] = {}
+        comparers: dict[int, Comparer] = {}
+        which: dict[int, int] = {}
+        known = {name: one for name, one in shards.items() if isinstance(one, SupportsResidentBase)}
+        for number, slot in enumerate(self._slots):
+            shard, base = known.get(slot.cell.tensor), self._resident(number)
+            if shard is not None and base is not None:
+                which[number] = key = id(shard.comparer)
+                comparers[key] = shard.comparer
+                parts.setdefault(key, []).append(Part(shard=shard, base=base, index=slot.index, rows=slot.rows))
+        answers = {key: one.compare(parts[key], is_overwrite=self._is_overwrite) for key, one in comparers.items()}
+        return {number: answers[key] for number, key in which.items()}
+
+    def _encoded_here(
+        self, shards: Mapping[str, ShardBits], elsewhere: Collection[int], *, is_whole: bool
+    ) -> Generator[EncodedCell, None, None]:
+        """Yield the encoded cells that are not compared elsewhere, in order, a few units of them ahead of the caller."""
         under_way: dict[int, Future[list[EncodedCell | None]]] = {}
         done: dict[int, EncodedCell | None] = {}
         num_submitted = 0
+        work = partial(self._encode_unit, shards=shards, elsewhere=elsewhere, is_whole=is_whole)
         try:
             for number in range(len(self._slots)):
+                if number in elsewhere:
+                    continue
                 wanted = self._unit_of[number]
                 while num_submitted < min(wanted + _LOOK_AHEAD * self._num_threads, len(self._units)):
-                    unit = self._units[num_submitted]
-                    under_way[num_submitted] = self._pool.submit(self._encode_unit, unit, shards, is_whole=is_whole)
+                    under_way[num_submitted] = self._pool.submit(work, self._units[num_submitted])
                     num_submitted += 1
                 if wanted in under_way:
                     done |= zip(self._units[wanted].numbers, under_way.pop(wanted).result(), strict=True)
                 cell = done.pop(number)
-                yield number, cell if cell is not None else self._encode_cell(number, shards, is_whole=is_whole)
+                yield cell if cell is not None else self._encode_cell(number, shards, is_whole=is_whole)
         finally:
-            for work in under_way.values():
-                work.cancel()
+            for future in under_way.values():
+                future.cancel()
 
-    def _encode_unit(self, unit: Unit, shards: Mapping[str, ShardBits], *, is_whole: bool) -> list[EncodedCell | None]:
+    def _encode_unit(
+        self, unit: Unit, *, shards: Mapping[str, ShardBits], elsewhere: Collection[int], is_whole: bool
+    ) -> list[EncodedCell | None]:
+        if elsewhere and any(number in elsewhere for number in unit.numbers):
+            return [
+                None if number in elsewhere else self._encode_cell(number, shards, is_whole=is_whole)
+                for number in unit.numbers
+            ]
         if unit.columns is None or is_whole or self._last is None:
             return [self._encode_cell(number, shards, is_whole=is_whole) for number in unit.numbers]
         return self._encode_columns(unit.columns, unit.numbers, shards[unit.columns.tensor], self._last)
 
     def _encode_columns(
-        self, columns: SideBySide, numbers: Sequence[int], shard: ShardBits, last: Mapping[str, Bits]
+        self, columns: SideBySide, numbers: Sequence[int], shard: ShardBits, last: Mapping[str, Bits | ResidentBase]
     ) -> list[EncodedCell | None]:
         """Compare cells that lie side by side in one pass, a slab of rows at a time, as a shard may have to be cast.
 
@@ -275,11 +312,13 @@ class RankEncoder:
         )
         cells = [self._slots[number].rows for number in numbers]
         found = self._loops.compare_columns(pairs, cells, is_overwrite=self._is_overwrite)
-        return [self._coded(number, one, shard) for number, one in zip(numbers, found, strict=True)]
+        is_copy = not isinstance(shard, np.ndarray)
+        return [
+            None if one.num_changed and one.streams is None and is_copy else self._coded(number, one, shard)
+            for number, one in zip(numbers, found, strict=True)
+        ]
 
-    def _coded(self, number: int, found: Comparison, shard: ShardBits) -> EncodedCell | None:
-        if found.num_changed and found.streams is None and not isinstance(shard, np.ndarray):
-            return None
+    def _coded(self, number: int, found: Comparison, shard: ShardBits) -> EncodedCell:
         slot = self._slots[number]
         return delta.coded(
             found,
@@ -293,7 +332,7 @@ class RankEncoder:
         new = delta.as_rows(np.asarray(shards[slot.cell.tensor][slot.index]), slot.rows)
         old: Any = None
         if not is_whole and self._last is not None:
-            old = delta.as_rows(slot.view(self._last), slot.rows)
+            old = delta.as_rows(self._kept(slot), slot.rows)
         return delta.encode(
             new,
             old,
@@ -302,3 +341,36 @@ class RankEncoder:
             is_overwrite=self._is_overwrite,
             with_=self._loops,
         )
+
+    def _take(self, number: int, shards: Mapping[str, ShardBits], held: Mapping[int, EncodedCell]) -> None:
+        """Make a cell's committed bits those of the shard: by the changes that were coded, where they are held."""
+        slot, base = self._slots[number], self._resident(number)
+        if base is not None:
+            base.take(shards[slot.cell.tensor], slot.index)
+            return
+        target = self._kept(slot)
+        flat, cell = delta.as_rows(target, slot.rows), held.get(number)
+        if cell is None or cell.streams is None or not np.may_share_memory(flat, target):
+            target[...] = shards[slot.cell.tensor][slot.index]
+            return
+        change = delta.decode(
+            cell.streams, codec=cell.codec, dtype=flat.dtype, num_elements=flat.size, with_=self._loops
+        )
+        write = self._loops.add if change.is_difference else self._loops.scatter
+        write(flat, change.positions, change.values)
+
+    def _new_base(self, name: str, box: ShardSpec, shard: ShardBits | None) -> Bits | ResidentBase:
+        if isinstance(shard, SupportsResidentBase) and box.num_elements:
+            return shard.new_base()
+        return np.empty(box.shape, dtype=self._dtypes[name])
+
+    def _resident(self, number: int) -> ResidentBase | None:
+        """Return the base of a cell that is not in our own memory; ``None`` where it is, or where there is none."""
+        base = None if self._last is None else self._last[self._slots[number].cell.tensor]
+        return None if isinstance(base, np.ndarray) else base
+
+    def _kept(self, slot: Slot) -> Bits:
+        """Return the committed bits of a cell: a view, or a copy of what is kept elsewhere."""
+        assert self._last is not None  # noqa: S101 - asked for where there are some
+        base = self._last[slot.cell.tensor]
+        return slot.view(base) if isinstance(base, np.ndarray) else base[slot.index]

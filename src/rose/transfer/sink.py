@@ -44,6 +44,14 @@ class WeightSink(Protocol):
         """Return the bits of some elements of a box as the engine holds them now."""
 
 
+@runtime_checkable
+class SupportsFlush(Protocol):
+    """A sink that queues writes, as one over a device's memory does: they count once ``flush`` has returned."""
+
+    def flush(self) -> None:
+        """Return once every write so far is in the live weights, so that the engine may compute again."""
+
+
 class ViewSink(ABC):
     """A sink over memory that numpy can see: a subclass says where, this class reads and writes."""
 

@@ -162,12 +162,17 @@ class HeldBits:
         return np.array(whole, dtype=dtype) if copy else np.asarray(whole, dtype=dtype)
 
     def _parts(self, wanted: ShardSpec) -> Iterator[tuple[ShardSpec, _Array]]:
-        for piece, source in zip(self._held.pieces, self._sources, strict=True):
-            part = intersect(piece.part, wanted)
-            if part is not None:
-                box = _carry(part, piece.part, piece.box)
-                bits = source[slices_in(box, whole_box(source.shape))]
-                yield part, bits.reshape(part.shape)
+        for number, part, box in pieces_in(self._held, wanted):
+            source = self._sources[number]
+            yield part, source[slices_in(box, whole_box(source.shape))].reshape(part.shape)
+
+
+def pieces_in(held: HeldTensor, wanted: ShardSpec) -> Iterator[tuple[int, ShardSpec, ShardSpec]]:
+    """Yield what a box of a held tensor is made of: number of the piece, the part in the tensor, its box in the parameter."""
+    for number, piece in enumerate(held.pieces):
+        part = intersect(piece.part, wanted)
+        if part is not None:
+            yield number, part, _carry(part, piece.part, piece.box)
 
 
 def fused_expert_views(parameter: str, shape: tuple[int, ...]) -> tuple[View, ...]:

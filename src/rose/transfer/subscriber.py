@@ -36,7 +36,7 @@ from rose.transfer.kernels import Sum
 from rose.transfer.layout import rows_of
 from rose.transfer.manifest import Manifest
 from rose.transfer.relay import read_manifest, read_map
-from rose.transfer.sink import ArraySink, WeightSink
+from rose.transfer.sink import ArraySink, SupportsFlush, WeightSink
 from rose.transfer.staging import Place, Routes, Stage, check_tied, find_routes
 from rose.transfer.writes import Write, plan_writes
 from rose.types import Activation, TransportAddress, WeightUpdate, WeightVersion
@@ -247,6 +247,8 @@ class Subscriber:
         self._version, self._is_fenced, self._state = None, True, None
 
         self._each(lambda write: write.apply(self._sink), staged.writes)
+        if isinstance(self._sink, SupportsFlush):
+            self._sink.flush()
         wrong = self._find_wrong(state) if verify else ()
         if wrong:
             message = f"after activating {staged.target} these tensors are not the published bits: {', '.join(wrong)}"

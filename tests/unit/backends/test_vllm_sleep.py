@@ -1,4 +1,4 @@
-"""Parts of a sleeping engine: weights in a file, and vLLM's own sleep mode on a stand-in of its executor. No vLLM needed."""
+"""Parts of a sleeping engine: weights in a file, and vLLM's own sleep mode on a double of its executor. No vLLM needed."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from gpu_doubles import doubles
 from rose.backends.paging import HugeBuffer, give_back, reclaim_ms_per_gib, resident_bytes
-from rose.backends.vllm import device_sleep, parking, utilities
+from rose.backends.step_settings import read_settings
+from rose.backends.vllm import device_sleep, gpu_process, parking, utilities
 from rose.backends.vllm.parking import ParkedWeights
 from rose.backends.wire import unwrap
-from rose.errors import BackendUnavailableError, EngineError
+from rose.errors import BackendUnavailableError, ConfigError, EngineError
 
 
 @pytest.fixture
@@ -97,12 +99,13 @@ def test_memory_that_does_not_leave_is_no_measurement(monkeypatch: pytest.Monkey
 
 
 KEEPS = (True, None)  # the weights, in the system's folder
+TAGS = {"weights", "kv_cache"}
 
 
 class Core:
-    """An EngineCore of a GPU engine: what it was asked, in order."""
+    """An EngineCore of a GPU engine over a double of vLLM's executor: what it was asked, in order."""
 
-    def __init__(self, *, has_sleep_mode: bool = True) -> None:
+    def __init__(self, *, has_sleep_mode: bool = True, num_held: int = 0) -> None:
         self.log: list[Any] = []
         self.sums = [{"w": "1"}]
         self.fails = False
@@ -110,23 +113,43 @@ class Core:
             device_config=SimpleNamespace(device_type="cuda"),
             model_config=SimpleNamespace(enable_sleep_mode=has_sleep_mode),
         )
-        self.model_executor = SimpleNamespace(sleep=self._sleep, wake_up=self._wake, is_sleeping=False)
+        executor = doubles.make_class(
+            "vllm",
+            "Executor",
+            {
+                "sleep": self._sleep,
+                "wake_up": self._wake_up,
+                "discard": self._discard,
+                "is_sleeping": lambda executor: bool(executor.sleeping_tags),
+            },
+        )
+        self.model_executor = executor()
+        self.model_executor.sleeping_tags = set()
         self.scheduler = SimpleNamespace(
             fall_asleep=lambda: self.log.append("requests end") or 3,
             wake=lambda: self.log.append("scheduler wakes"),
             rose_snapshot=lambda: {"kv_given_bytes": 0},
         )
 
-    def _sleep(self, level: int) -> None:
+    def _sleep(self, executor: Any, level: int = 1) -> None:
         if self.fails:
             message = "out of pinned memory"
             raise RuntimeError(message)
         self.log.append(f"sleep {level}")
-        self.model_executor.is_sleeping = True
+        executor.sleeping_tags |= TAGS
 
-    def _wake(self, tags: Any) -> None:
-        self.log.append("wake")
-        self.model_executor.is_sleeping = False
+    def _wake_up(self, executor: Any, tags: list[str] | None = None) -> None:
+        if self.fails:
+            message = "out of memory"
+            raise RuntimeError(message)
+        assert set(tags or TAGS) <= executor.sleeping_tags, "vLLM warns and does nothing"
+        self.log.append(f"wake {tags}")
+        executor.sleeping_tags -= set(tags or TAGS)
+
+    def _discard(self, executor: Any, tags: tuple[str, ...]) -> None:
+        assert not set(tags) & executor.sleeping_tags, "vLLM warns and does nothing"
+        self.log.append(f"discard {tags}")
+        executor.sleeping_tags |= set(tags)
 
     def compute_weight_checksums(self) -> list[dict[str, str]]:
         return self.sums
@@ -142,7 +165,7 @@ def test_on_a_gpu_vllm_s_own_sleep_keeps_the_weights() -> None:
     assert core.log == ["requests end", "sleep 1", "rose_weight_bytes"]
     core.log.clear()
     assert unwrap(utilities.rose_wake(core)) == {"restored_bytes": 200, "is_stale": False}
-    assert core.log == ["wake", "rose_weight_bytes", "scheduler wakes"]
+    assert core.log == ["wake None", "rose_weight_bytes", "scheduler wakes"]
     assert unwrap(utilities.rose_wake(core)) == {"restored_bytes": 0, "is_stale": False}
 
 
@@ -161,8 +184,8 @@ def test_on_a_gpu_sleep_is_refused_before_a_request_ends() -> None:
     core = Core(has_sleep_mode=False)
     with pytest.raises(BackendUnavailableError, match="enable_sleep_mode"):
         unwrap(utilities.rose_sleep(core, *KEEPS))
-    del core.model_executor.sleep
-    with pytest.raises(BackendUnavailableError, match=r"no sleep.*vllm 0\.32"):
+    core.model_executor = SimpleNamespace(wake_up=None, is_sleeping=False, sleeping_tags=set())
+    with pytest.raises(BackendUnavailableError, match=r"no sleep, discard.*vllm 0\.32"):
         device_sleep.check(core)
     assert core.log == []
 
@@ -173,3 +196,93 @@ def test_on_a_gpu_a_failed_sleep_leaves_the_engine_awake() -> None:
     with pytest.raises(EngineError, match="out of pinned memory"):
         unwrap(utilities.rose_sleep(core, *KEEPS))
     assert core.log == ["requests end", "scheduler wakes"]
+
+
+class KvCore(Core):
+    """Its scheduler holds blocks of a pool of 10 back, the null block aside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scheduler.kv_cache_manager = SimpleNamespace(block_pool=SimpleNamespace(num_gpu_blocks=11))
+        self.scheduler.kv_cache_config = SimpleNamespace(kv_cache_tensors=[SimpleNamespace(size=4000)])
+        self.scheduler.holds_blocks_itself = True
+        self.scheduler.attach_kv_pages = self._attach
+        self.hold: Any = None
+
+    def _attach(self, hold_pages: Any, *, group_blocks: int) -> None:
+        assert group_blocks == 1
+        self.hold = hold_pages
+
+
+def test_the_kv_pool_of_a_gpu_leaves_while_its_budget_is_nothing() -> None:
+    core = KvCore()
+    utilities._attach_pages(core)
+    assert core.hold([(1, 9)]) == 0, "a part of it cannot leave"
+    assert core.log == []
+    assert core.hold([(1, 10)]) == 4000
+    assert core.hold([(0, 11)]) == 4000
+    assert core.log == ["discard ('kv_cache',)"]
+    assert core.hold([(4, 7)]) == 0
+    assert core.hold([]) == 0
+    assert core.log[1:] == ["wake ['kv_cache']"]
+
+
+def test_a_woken_engine_s_kv_pool_comes_back_with_its_budget() -> None:
+    core = KvCore()
+    utilities._attach_pages(core)
+    core.hold([(1, 10)])
+    utilities.rose_sleep(core, *KEEPS)
+    core.log.clear()
+    assert unwrap(utilities.rose_wake(core)) == {"restored_bytes": 200, "is_stale": False}
+    assert core.log == ["wake ['weights']", "rose_weight_bytes", "scheduler wakes"]
+    assert core.model_executor.is_sleeping, "the pool is away until the scheduler wants a block"
+    assert core.hold([(1, 3)]) == 0
+    assert not core.model_executor.is_sleeping
+
+
+def test_a_kv_pool_that_vllm_cannot_map_is_our_error() -> None:
+    core = KvCore()
+    utilities._attach_pages(core)
+    core.hold([(1, 10)])
+    core.fails = True
+    with pytest.raises(EngineError, match="could not map the KV pool: out of memory"):
+        core.hold([])
+
+
+@pytest.mark.parametrize("what", ["no sleep mode", "kvcached"])
+def test_a_kv_pool_is_left_alone_where_it_is_not_ours_to_move(what: str) -> None:
+    core = KvCore()
+    core.vllm_config.model_config.enable_sleep_mode = what != "no sleep mode"
+    core.scheduler.holds_blocks_itself = what != "kvcached"
+    utilities._attach_pages(core)
+    assert core.hold is None
+
+
+def test_a_process_with_an_engine_on_a_gpu_takes_no_second_one() -> None:
+    class Engine:
+        pass
+
+    first = Engine()
+    gpu_process.claim(first)
+    gpu_process.claim(first)
+    with pytest.raises(BackendUnavailableError, match="a process of its own"):
+        gpu_process.claim(Engine())
+    del first
+    gpu_process.claim(second := Engine())
+    del second
+
+
+@pytest.mark.parametrize(
+    ("size", "backend", "is_fine"), [(1, "uni", True), (1, None, True), (1, "mp", False), (2, "mp", False)]
+)
+def test_a_cuda_device_needs_the_worker_in_the_scheduler_s_process(
+    tmp_path: Path, size: int, backend: str | None, is_fine: Any
+) -> None:
+    config = SimpleNamespace(parallel_config=SimpleNamespace(world_size=size, distributed_executor_backend=backend))
+    settings = read_settings({"device": {"kind": "cuda", "path": str(tmp_path / "gpu")}})
+    gpu_process.check(read_settings({}), config)
+    if is_fine:
+        gpu_process.check(settings, config)
+    else:
+        with pytest.raises(ConfigError, match="distributed_executor_backend='uni'"):
+            gpu_process.check(settings, config)

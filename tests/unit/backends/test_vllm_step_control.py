@@ -14,6 +14,7 @@ from rose.backends.step_settings import read_settings
 from rose.backends.vllm.steps import measure, open_control, serving_load
 from rose.coserving.ledger import Ledger
 from rose.errors import ConfigError, LedgerError
+from rose.policies.admission import Budget, Mode
 from rose.policies.compute import StepShape
 
 
@@ -130,4 +131,52 @@ def test_a_dedicated_step_takes_all_its_turns(tmp_path: Path) -> None:
     control.begin(scheduler, {})
     control.finish(scheduler)
     assert len(control.governor.log) == 4, "an empty step was charged"
+    control.close()
+
+
+def test_an_engine_whose_steps_are_many_turns_keeps_one_batch_in_flight(tmp_path: Path) -> None:
+    scheduler = fake_scheduler([request("a", prompt=4, computed=6, output=2)], [])
+    control: Any = open_control(read_settings(settings_for(tmp_path, "alone", tokens_per_token=4)), scheduler)
+    control.keep_in_flight(2)
+    assert control.may_step(scheduler)
+    control.begin(scheduler, {"a": 1})
+    assert not control.may_step(scheduler), "its turns have not ended"
+    control.finish(scheduler)
+    assert control.may_step(scheduler)
+    control.close()
+
+
+def test_an_engine_that_schedules_ahead_keeps_two_batches_and_one_turn(tmp_path: Path) -> None:
+    scheduler = fake_scheduler([request("a", prompt=4, computed=6, output=2)], [])
+    table = settings_for(tmp_path, "alone")
+    control: Any = open_control(read_settings(table), scheduler)
+    other: Any = open_control(read_settings(table), scheduler)
+    control.keep_in_flight(2)
+    for is_allowed in (True, True, False):
+        assert control.may_step(scheduler) is is_allowed
+        if is_allowed:
+            control.begin(scheduler, {"a": 1})
+    control.begin(scheduler, {})
+    for is_free in (False, True):
+        control.finish(scheduler)
+        control.publish(scheduler)
+        assert other.governor.device.acquire(is_blocking=False) is is_free
+    control.close()
+    other.close()
+
+
+@pytest.mark.parametrize(("num_batches", "most"), [(1, 512), (2, 128)])
+def test_chunks_of_batches_in_flight_share_the_bound_on_serving_s_wait(
+    tmp_path: Path, num_batches: int, most: int
+) -> None:
+    """Serving may wait for all that is in flight: each batch has its part of ``max_step_s``."""
+    scheduler = fake_scheduler([], [request("p", prompt=4000, computed=0)])
+    table = settings_for(tmp_path, "rollout") | {"chunk": {"max_step_s": 0.0165}}
+    budget = Budget(mode=Mode.SLO, fencing_token=1, expires_s=1e12, is_granted=True)
+    Ledger.attach(table["ledger"]).publish_budget(budget)
+    control: Any = open_control(read_settings(table), scheduler)
+    control.keep_in_flight(num_batches)
+    control._governor._ruling(0.001)  # reads the mode
+    control.may_step(scheduler)
+    assert scheduler.max_num_scheduled_tokens == most
     control.close()

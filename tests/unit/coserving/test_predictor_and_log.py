@@ -93,7 +93,7 @@ def test_unwatched_ends_do_not_count_as_punctual() -> None:
     log = StepLog()
     for i in range(7):
         log.append(turn(i, math.nan))
-    log.set_last_lateness(0.009)
+    log.set_lateness(0.009)
     assert log.report().late_p50_s == 0.009
 
 

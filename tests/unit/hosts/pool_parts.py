@@ -13,6 +13,7 @@ import attrs
 from aiohttp import web
 
 from rose.backends.remote import RemoteEngine, wire
+from rose.backends.wire import activation_to_wire, update_from_wire
 from rose.errors import RoseError
 from rose.hosts.http.auth import TokenConfig
 from rose.hosts.http.pool_service import PoolService, serve_pool
@@ -70,6 +71,13 @@ class EngineServer:
         await self.engine.abort(RequestId(request_id))
         return web.json_response(None)
 
+    async def stage(self, request: web.Request) -> web.Response:
+        await self.engine.stage(update_from_wire(await request.json()))
+        return web.json_response(None)
+
+    async def activate(self, _: web.Request) -> web.Response:
+        return web.json_response(activation_to_wire(await self.engine.activate()))
+
     async def snapshot(self, _: web.Request) -> web.Response:
         return web.json_response(
             wire.snapshot_to_wire(await self.engine.snapshot()), headers={wire.ENGINE_HEADER: "one"}
@@ -85,6 +93,8 @@ async def engine_servers(engines: Sequence[FakeEngine]) -> AsyncIterator[list[En
             routes = [
                 web.post("/v1/generate", server.generate),
                 web.post("/v1/abort", server.abort),
+                web.post("/v1/stage", server.stage),
+                web.post("/v1/activate", server.activate),
                 web.get("/v1/snapshot", server.snapshot),
             ]
             listener = bind(parse_place("127.0.0.1:0"), ())

@@ -14,6 +14,7 @@ import pytest
 pytest.importorskip("aiohttp", reason="aiohttp is not installed: pip install 'rose-rl[http]'")
 
 import aiohttp
+import attrs
 from pool_parts import direct_pool, engine_servers, fakes, pool_of, turn, until
 
 from rose import RolloutPool
@@ -141,6 +142,23 @@ async def test_a_client_s_word_takes_no_engine_out_of_the_pool() -> None:
         servers[0].cuts = [0]
         assert [hop.ended for hop in (await remote.generate(turn())).hops] == [HopEnd.LOST, HopEnd.FINISHED]
         assert pool.snapshot().engines[0].state.value == "ready"
+
+
+async def test_an_engine_that_gives_too_many_tokens_is_cut_short_as_in_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    generate = FakeEngine.generate
+
+    def give_more(engine: FakeEngine, request: EngineRequest) -> AsyncIterator[TokenChunk]:
+        sampling = attrs.evolve(request.sampling, max_tokens=request.sampling.max_tokens + 3)
+        return generate(engine, attrs.evolve(request, sampling=sampling))
+
+    monkeypatch.setattr(FakeEngine, "generate", give_more)
+    async with direct_pool(1, max_model_len=20) as (pool, url, servers), RolloutPool.connect(url) as remote:
+        for longest in (5, 100):  # by its own budget, by the context
+            wanted = await pool.generate(turn(max_tokens=longest))
+            got = await remote.generate(turn("t1", max_tokens=longest))
+            assert got.token_ids == wanted.token_ids
+            assert [hop.ended for hop in got.hops] == [HopEnd.FINISHED]
+        await until(lambda: not pool.snapshot().num_live_turns and not servers[0].engine.num_in_flight)
 
 
 async def test_refusals_and_deadlines_come_in_their_own_types() -> None:

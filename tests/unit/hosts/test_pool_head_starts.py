@@ -182,4 +182,4 @@ async def test_many_trajectories_come_out_as_in_process_while_engines_and_connec
 
 
 def test_engine_ids_are_what_is_sent() -> None:
-    assert direct.submit_to_wire("1", turn(), EngineId("e"))[-1] == "e"
+    assert direct.submit_to_wire("1", turn(), direct.Ahead(engine_id=EngineId("e"), version=V3))[-1] == ["e", "r:3"]

@@ -48,8 +48,9 @@ def turn(trajectory_id: str = "t", **options: Any) -> Turn:
 def after(*names: str, max_trajectories: int = 8, **changes: Any) -> HeadStarts:
     known = HeadStarts(max_trajectories=max_trajectories)
     known.prefix = "s"
+    known.hear(attrs.evolve(LAST, **changes))
     for name in names:
-        known.note(name, attrs.evolve(LAST, **changes))
+        known.note(name, LAST.engine_id)
     return known
 
 
@@ -60,6 +61,15 @@ def test_a_trajectory_begins_where_it_was() -> None:
     assert (start.engine_id, start.address, start.version) == ("e1", LAST.address, V3)
     assert (start.turn_id, start.request_id, start.attempt) == ("7", "s-7", direct.AHEAD)
     assert (start.max_tokens, start.num_kept, start.versions) == (6, 0, AtLeast(3))
+
+
+def test_what_the_pool_said_last_of_an_engine_counts_for_all_its_trajectories() -> None:
+    known, again = after("t"), EngineAddress(name="remote", options=(("url", "http://two"),))
+    known.hear(attrs.evolve(LAST, engine_id="e2", version=WeightVersion("r", 5)))
+    known.hear(attrs.evolve(LAST, address=again, version=WeightVersion("r", 4)))
+    start = known.guess("7", turn(versions=AtLeast(4)))
+    assert start is not None
+    assert (start.address, start.version) == (again, WeightVersion("r", 4))
 
 
 @pytest.mark.parametrize("versions", [AtLeast(4), Exactly(2)])
@@ -90,7 +100,7 @@ def test_who_is_mostly_wrong_guesses_rarely_until_right_again() -> None:
     def share(num: int, *, is_hit: bool) -> float:
         num_guesses = 0
         for _ in range(num):
-            known.note("t", LAST)
+            known.note("t", LAST.engine_id)
             if known.guess("7", turn()) is not None:
                 num_guesses += 1
                 known.judge(is_hit=is_hit)

@@ -77,9 +77,11 @@ def test_a_turn_crosses(turn: Turn) -> None:
 @given(_turns)
 def test_what_is_submitted_is_the_turn_without_its_prompt(turn: Turn) -> None:
     message = crossed(direct.submit_to_wire("7", turn))
-    turn_id, got, ahead_at = direct.submit_from_wire(message)
-    assert (turn_id, ahead_at) == ("7", None)
-    assert direct.submit_from_wire(crossed(direct.submit_to_wire("7", turn, EngineId("e"))))[2] == "e"
+    turn_id, got, ahead = direct.submit_from_wire(message)
+    assert (turn_id, ahead) == ("7", None)
+    for version in (None, WeightVersion("r", 3)):
+        ahead = direct.Ahead(engine_id=EngineId("e"), version=version)
+        assert direct.submit_from_wire(crossed(direct.submit_to_wire("7", turn, ahead)))[2] == ahead
     assert (len(got.prompt_ids), got.versions, got.deadline_s) == (len(turn.prompt_ids), turn.versions, turn.deadline_s)
     assert (got.trajectory_id, got.group_id) == (turn.trajectory_id, turn.group_id)
     assert got.sampling.max_tokens == turn.sampling.max_tokens

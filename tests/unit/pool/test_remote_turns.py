@@ -122,6 +122,19 @@ def test_the_same_attempt_again_is_told_again() -> None:
     assert told(one.news()) == (1, [6], FinishReason.LENGTH)
 
 
+def test_an_attempt_that_is_told_again_counts_from_its_beginning() -> None:
+    one = call()
+    one.begin(start(2, num_kept=2, hops=(MOVED,)))
+    one.record.token_ids[:], one.record.logprobs[:] = [5, 6], [-0.5, -0.5]
+    one.take(chunk(7))
+    assert (
+        one.begin(start(2, num_kept=3, hops=(MOVED,))) is None
+    )  # after another connection; the pool has one of its tokens
+    one.take(chunk(8, end=FinishReason.STOP))
+    assert one.deliver()
+    assert [hop.num_tokens for hop in one.waiter.result().hops] == [2, 2]
+
+
 def test_an_attempt_of_a_pool_that_was_started_anew_is_another_one() -> None:
     one = call()
     one.begin(start())
@@ -169,7 +182,22 @@ def test_tokens_beyond_the_budget_are_not_taken() -> None:
     one = call(max_tokens=2)
     one.begin(start(max_tokens=2))
     assert one.take(chunk(5, 6, 7))
-    assert told(one.news()) == (0, [5, 6], None)
+    assert one.deliver()
+    assert one.waiter.result().finish_reason is FinishReason.LENGTH
+    assert told(one.news()) == (0, [5, 6], FinishReason.LENGTH)
+
+
+def test_the_budget_is_what_the_pool_asks_for() -> None:
+    one = call()
+    request = one.begin(start(max_tokens=3))
+    assert request is not None
+    assert request.sampling.max_tokens == 3
+    one.take(chunk(5))
+    one.begin(start(2, num_kept=1, max_tokens=2))
+    assert one.take(chunk(6, 7, 8, end=FinishReason.STOP))
+    assert one.deliver()
+    assert one.waiter.result().token_ids == (5, 6, 7)
+    assert one.waiter.result().finish_reason is FinishReason.STOP
 
 
 def test_errors_are_told_and_the_turn_stays_open() -> None:

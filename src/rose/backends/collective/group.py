@@ -16,6 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from rose.backends.collective.nccl import NcclGroup
 from rose.errors import BackendUnavailableError, ConfigError, TransportError
 
 CHUNK_BYTES = 32 << 20
@@ -57,6 +58,11 @@ def join_store(host: str, port: int, timeout_s: float) -> Any:
     return dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s))
 
 
+def current_gpu() -> int | None:
+    """Return the index of this thread's GPU, which threads it starts do not inherit; ``None`` where this process uses none yet."""
+    return torch.cuda.current_device() if torch.cuda.is_initialized() else None
+
+
 class Group:
     """A gloo or NCCL group of one root and its members.
 
@@ -68,6 +74,7 @@ class Group:
         backend: ``gloo`` or ``nccl``.
         host: Address that gloo listens on.
         timeout_s: How long meeting, or the broadcast of one chunk, may take.
+        device: Index of this rank's GPU under NCCL, which refuses two ranks on one; ``None`` is this thread's current one.
 
     Raises:
         ConfigError: There is no such backend.
@@ -76,14 +83,25 @@ class Group:
     """
 
     def __init__(
-        self, store: Any, name: str, *, rank: int, size: int, backend: str, host: str, timeout_s: float
+        self,
+        store: Any,
+        name: str,
+        *,
+        rank: int,
+        size: int,
+        backend: str,
+        host: str,
+        timeout_s: float,
+        device: int | None = None,
     ) -> None:
         check_backend(backend)
-        self._rank, self._timeout = rank, timedelta(seconds=timeout_s)
-        self._device = torch.device("cpu" if backend == "gloo" else f"cuda:{torch.cuda.current_device()}")
-        make = _gloo if backend == "gloo" else _nccl
+        timeout, meeting = timedelta(seconds=timeout_s), dist.PrefixStore(name, store)
         try:
-            self._group: Any = make(dist.PrefixStore(name, store), rank, size, host, self._timeout)
+            self._group: Any = (
+                _GlooGroup(meeting, rank, size, timeout=timeout, host=host)
+                if backend == "gloo"
+                else NcclGroup(meeting, rank, size, timeout=timeout, device=_gpu(device), chunk_bytes=CHUNK_BYTES)
+            )
         except RuntimeError as error:
             message = f"group {name} of {size} did not meet within {timeout_s} s: {_first_line(error)}"
             raise TransportError(message) from error
@@ -95,15 +113,15 @@ class Group:
             TransportError: A peer is gone or did not answer in time. The group is of no more use.
         """
         for start in range(0, data.nbytes, CHUNK_BYTES):
-            chunk = _tensor_over(data[start : start + CHUNK_BYTES])
-            staged = chunk.to(self._device)
+            group = self._group
             try:
-                self._broadcast_chunk(staged)
+                if group is None:
+                    message = "the group is closed"
+                    raise RuntimeError(message)  # noqa: TRY301 - fails as a group that is closed meanwhile does
+                group.broadcast(_tensor_over(data[start : start + CHUNK_BYTES]))
             except RuntimeError as error:
                 message = f"a broadcast of {data.nbytes} bytes failed at byte {start}: {_first_line(error)}"
                 raise TransportError(message) from error
-            if staged is not chunk and self._rank:
-                chunk.copy_(staged)
 
     def close(self) -> None:
         """Let go of the group in the background, since that waits for what is under way. Idempotent.
@@ -114,28 +132,30 @@ class Group:
         if group is not None:
             threading.Thread(target=_tear_down, args=(group,), name="rose-group-end", daemon=False).start()
 
-    def _broadcast_chunk(self, chunk: torch.Tensor) -> None:
-        if self._group is None:
-            message = "the group is closed"
-            raise RuntimeError(message)
+
+class _GlooGroup:
+    """A gloo group that listens on one address."""
+
+    def __init__(self, store: Any, rank: int, size: int, *, timeout: timedelta, host: str) -> None:
+        options = dist.ProcessGroupGloo._Options()  # noqa: SLF001 - the only way to name the interface
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]  # noqa: SLF001
+        options._timeout = timeout  # noqa: SLF001
+        self._timeout = timeout
+        self._group: Any = dist.ProcessGroupGloo(store, rank, size, options)
+
+    def broadcast(self, chunk: torch.Tensor) -> None:
+        """Send rank 0's bytes to, or fill them at, every other rank."""
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor, options.timeout = 0, 0, self._timeout
         self._group.broadcast([chunk], options).wait(self._timeout)
-        if chunk.is_cuda:
-            torch.cuda.synchronize(chunk.device)
+
+    def abort(self) -> None:
+        """End what is under way."""
+        self._group.abort()
 
 
-def _gloo(store: Any, rank: int, size: int, host: str, timeout: timedelta) -> Any:
-    options = dist.ProcessGroupGloo._Options()  # noqa: SLF001 - the only way to name the interface
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]  # noqa: SLF001
-    options._timeout = timeout  # noqa: SLF001
-    return dist.ProcessGroupGloo(store, rank, size, options)
-
-
-def _nccl(store: Any, rank: int, size: int, _host: str, timeout: timedelta) -> Any:
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timeout  # noqa: SLF001
-    return dist.ProcessGroupNCCL(store, rank, size, options)
+def _gpu(index: int | None) -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device() if index is None else index)
 
 
 def _tear_down(group: Any) -> None:

@@ -19,7 +19,7 @@ import numpy as np
 from rose import registry
 from rose.backends.collective import messages
 from rose.backends.collective.cache import BlobCache, FanOutCounts
-from rose.backends.collective.group import Group, join_store
+from rose.backends.collective.group import Group, current_gpu, join_store
 from rose.backends.collective.messages import RootAddress
 from rose.backends.collective.over import OverOrigin
 from rose.backends.memory import wire
@@ -59,6 +59,7 @@ class CollectiveMember(OverOrigin):
         max_bytes: How much of what was brought is held.
         keep: How many of a run's newest versions are held.
         wait_s: How long a ``get`` waits for a blob that is on its way before it asks the origin.
+        device: Index of this process's GPU for groups over NCCL; -1 is the current one of the thread that makes the member.
 
     Raises:
         ConfigError: A root is no root.
@@ -74,6 +75,7 @@ class CollectiveMember(OverOrigin):
         max_bytes: int = 2 << 30,
         keep: int = 2,
         wait_s: float = 30.0,
+        device: int = -1,
     ) -> None:
         addresses = [RootAddress.parse(root) for root in roots.split(",") if root]
         options = tuple(json.loads(origin_options).items())
@@ -81,7 +83,8 @@ class CollectiveMember(OverOrigin):
         super().__init__(registry.open_transport(TransportAddress(name=origin, options=options)))
         self._cache = BlobCache(max_bytes, keep)
         self._wait_s = wait_s
-        self._receivers = [_Receiver(address, self._cache) for address in addresses]
+        gpu = current_gpu() if device < 0 else device
+        self._receivers = [_Receiver(address, self._cache, gpu) for address in addresses]
 
     def get(self, key: str) -> Payload:
         """Read a blob: what the collective brought or is bringing, else the origin's."""
@@ -121,8 +124,8 @@ class CollectiveMember(OverOrigin):
 class _Receiver:
     """Follows one root on a thread of its own; joins again when it was let go, or the root was away."""
 
-    def __init__(self, root: RootAddress, cache: BlobCache) -> None:
-        self._root, self._cache = root, cache
+    def __init__(self, root: RootAddress, cache: BlobCache, gpu: int | None) -> None:
+        self._root, self._cache, self._gpu = root, cache, gpu
         self._group: Group | None = None
         self._pending: dict[str, bytes] = {}
         self._closing = threading.Event()
@@ -194,6 +197,7 @@ class _Receiver:
                 backend=message["backend"],
                 host=self._root.host,
                 timeout_s=message["timeout_s"],
+                device=self._gpu,
             )
         except (TransportError, BackendUnavailableError, RuntimeError) as error:
             _logger.warning("could not join %s, reading from the origin: %s", message["name"], error)

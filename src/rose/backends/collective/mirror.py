@@ -22,7 +22,7 @@ from typing import Any
 import attrs
 import numpy as np
 
-from rose.backends.collective.group import Group, check_backend, host_store
+from rose.backends.collective.group import Group, check_backend, current_gpu, host_store
 from rose.backends.collective.messages import RootAddress
 from rose.backends.collective.over import OverOrigin
 from rose.backends.collective.roster import Roster
@@ -55,6 +55,7 @@ class CollectiveMirror(OverOrigin):
         backend: ``gloo``, or ``nccl`` where every member has a GPU of its own.
         timeout_s: How long a group may take to meet, and one chunk of 32 MB to arrive.
         roll_call_s: How long a member may take to answer.
+        device: Index of this process's GPU for groups over NCCL; -1 is the current one of the thread that makes the mirror.
 
     Raises:
         ConfigError: There is no such backend.
@@ -72,8 +73,10 @@ class CollectiveMirror(OverOrigin):
         backend: str = "gloo",
         timeout_s: float = 10.0,
         roll_call_s: float = 2.0,
+        device: int = -1,
     ) -> None:
         check_backend(backend)
+        self._gpu = current_gpu() if device < 0 else device
         super().__init__(origin)
         self._host, self._backend = host, backend
         self._timeout_s, self._roll_call_s = timeout_s, roll_call_s
@@ -174,7 +177,7 @@ class CollectiveMirror(OverOrigin):
         self._num_groups += 1
         options: dict[str, Any] = {"size": num_members + 1, "backend": self._backend, "timeout_s": self._timeout_s}
         self._roster.tell_ranks("group", name=name, **options)
-        self._group = Group(self._store, name, rank=0, host=self._host, **options)
+        self._group = Group(self._store, name, rank=0, host=self._host, device=self._gpu, **options)
         self._backoff_s, self._next_try_s = 1.0, 0.0
 
     def _throw_away(self) -> None:

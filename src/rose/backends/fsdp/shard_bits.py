@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -11,12 +12,43 @@ from rose.backends.fsdp.bits import bits_of, dtype_name
 from rose.interfaces.trainer import ShardBits
 from rose.transfer.delta import Bits
 from rose.transfer.layout import bits_dtype, read_whole
+from rose.transfer.resident import SupportsResidentBase
+from rose.transfer.source_views import HeldBits, HeldTensor
+
+BaseIn = Literal["device", "pinned", "host"]
+"""Where the last published bits of a shard on a GPU are kept, and compared: see ``rose.backends.device_codec``. With ``host`` the shard is
+brought to the host for every version and compared there."""
 
 
-def shard_bits(local: torch.Tensor, dtype: torch.dtype) -> ShardBits:
-    """Return the bits of a local tensor in a wire dtype: a view of its memory where that fits, else cast when a slice is read."""
+def shard_bits(local: torch.Tensor, dtype: torch.dtype, *, base_in: BaseIn = "device") -> ShardBits:
+    """Return the bits of a local tensor in a wire dtype: a view of its memory where that fits, else cast when a slice is read.
+
+    Args:
+        local: The live tensor, without gradient.
+        dtype: The wire dtype.
+        base_in: Where the base of a tensor on a GPU is kept; without meaning for a tensor of this machine.
+    """
+    if local.device.type == "cuda" and base_in != "host":
+        from rose.backends.device_codec import DeviceBits  # noqa: PLC0415 - it uses this package
+
+        return DeviceBits(local, dtype, base_in=base_in)
     is_ready = local.dtype == dtype and local.is_contiguous() and local.device.type == "cpu"
     return bits_of(local) if is_ready else CastBits(local, dtype)
+
+
+def held_bits(held: HeldTensor, parameters: Mapping[str, ShardBits]) -> ShardBits:
+    """Return the bits of a tensor that lies in pieces of parameters, whose bits ``shard_bits`` gave."""
+    sources = {piece.parameter: parameters[piece.parameter] for piece in held.pieces}
+    if all(isinstance(one, SupportsResidentBase) for one in sources.values()):
+        from rose.backends.device_codec.bits import (  # noqa: PLC0415 - it uses this package
+            DeviceHeldBits,
+            ShardOnDevice,
+        )
+
+        resident = {name: one for name, one in sources.items() if isinstance(one, ShardOnDevice)}
+        if len(resident) == len(sources) and len({one.device for one in resident.values()}) == 1:
+            return DeviceHeldBits(held, resident)
+    return HeldBits(held, parameters)
 
 
 class CastBits:

@@ -16,11 +16,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from rose.backends.fsdp.bits import dtype_name, torch_dtype
-from rose.backends.fsdp.shard_bits import shard_bits
+from rose.backends.fsdp.shard_bits import BaseIn, held_bits, shard_bits
 from rose.errors import LayoutMismatchError
 from rose.interfaces.trainer import ShardBits, ShardSpec, TensorSpec, Trainer
 from rose.transfer.layout import bits_dtype
-from rose.transfer.source_views import HeldBits, View, held_tensors, view_specs
+from rose.transfer.source_views import View, held_tensors, view_specs
 
 _WRAPPER_PARTS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 
@@ -34,12 +34,12 @@ class _Source:
     dtype: torch.dtype
     box: ShardSpec | None
 
-    def bits(self) -> ShardBits:
+    def bits(self, base_in: BaseIn) -> ShardBits:
         if (
             self.box is None or not self.box.num_elements
         ):  # a replica here may hold elements that another rank publishes
             return np.empty(self.box.shape if self.box else (), dtype=bits_dtype(self.spec.dtype))
-        return shard_bits(_local(self.tensor), self.dtype)
+        return shard_bits(_local(self.tensor), self.dtype, base_in=base_in)
 
 
 class FsdpTrainer(Trainer):
@@ -54,6 +54,8 @@ class FsdpTrainer(Trainer):
         wire_dtype: What floating-point parameters travel as; ``None`` keeps each one's own dtype.
         has_buffers: Also publish floating-point buffers that are part of the state dict, in their own dtype.
         views: How parameters that are fused or stacked hold checkpoint tensors; such a parameter travels as those alone.
+        base_in: Where the last published bits of shards on a GPU are kept and compared: ``device`` takes as much of its memory as the
+            shards in the wire dtype, ``pinned`` as much page-locked memory of the host, ``host`` compares on the host.
 
     Raises:
         LayoutMismatchError: A parameter's placement is not one box per rank, a dtype cannot be carried, or the views do not
@@ -67,7 +69,9 @@ class FsdpTrainer(Trainer):
         wire_dtype: str | None = "bfloat16",
         has_buffers: bool = False,
         views: Sequence[View] = (),
+        base_in: BaseIn = "device",
     ) -> None:
+        self._base_in = base_in
         is_distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
         self.rank = torch.distributed.get_rank() if is_distributed else 0
         self.world_size = torch.distributed.get_world_size() if is_distributed else 1
@@ -104,9 +108,11 @@ class FsdpTrainer(Trainer):
     def shards(self) -> Mapping[str, ShardBits]:
         """Return this rank's bits: views where dtype and strides allow, else cast when a slice is read."""
         with torch.no_grad():
-            bits = {name: source.bits() for name, source in self._sources.items() if source.box is not None}
+            bits = {
+                name: source.bits(self._base_in) for name, source in self._sources.items() if source.box is not None
+            }
         own = {name: one for name, one in bits.items() if name not in self._viewed}
-        return own | {name: HeldBits(held, bits) for name, held in self._held.items()}
+        return own | {name: held_bits(held, bits) for name, held in self._held.items()}
 
     def _set_views(self, views: Sequence[View]) -> None:
         parameters = {name: source.spec for name, source in self._sources.items()}

@@ -16,12 +16,12 @@ from megatron.core import parallel_state
 from torch import nn
 
 from rose.backends.fsdp.bits import torch_dtype
+from rose.backends.fsdp.shard_bits import BaseIn, held_bits, shard_bits
 from rose.backends.megatron.families import ModelShape, checkpoint_shapes, find_family, find_source
-from rose.backends.megatron.live_bits import LiveBits
 from rose.backends.megatron.placement import Placed, Ranks, place
 from rose.errors import LayoutMismatchError
 from rose.interfaces.trainer import ShardBits, ShardSpec, TensorSpec, Trainer
-from rose.transfer.source_views import HeldBits, HeldTensor, held_tensors
+from rose.transfer.source_views import HeldTensor, held_tensors
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 
@@ -47,14 +47,22 @@ class MegatronTrainer(Trainer):
         family: Name of the checkpoint's family, one of ``families.FAMILIES``.
         vocab_size: Rows of the checkpoint's embedding; the model's own may be padded.
         wire_dtype: What every parameter travels as.
+        base_in: Where the last published bits of parameters on a GPU are kept and compared; see ``FsdpTrainer``.
 
     Raises:
         LayoutMismatchError: Parameters that the family does not know (all are named), or of another shape than expected.
     """
 
     def __init__(
-        self, model: nn.Module | Sequence[nn.Module], *, family: str, vocab_size: int, wire_dtype: str = "bfloat16"
+        self,
+        model: nn.Module | Sequence[nn.Module],
+        *,
+        family: str,
+        vocab_size: int,
+        wire_dtype: str = "bfloat16",
+        base_in: BaseIn = "device",
     ) -> None:
+        self._base_in = base_in
         self.rank = torch.distributed.get_rank()
         self.world_size = torch.distributed.get_world_size()
         self._wire = torch_dtype(wire_dtype)
@@ -88,8 +96,11 @@ class MegatronTrainer(Trainer):
 
     def shards(self) -> Mapping[str, ShardBits]:
         """Return this rank's boxes; a slice is put together and cast when it is asked for."""
-        bits = {name: LiveBits(one.tensor, self._wire) for name, one in self._parameters.items()}
-        return {name: HeldBits(held, bits) for name, held in self._held.items() if self._is_owner(held)}
+        bits = {
+            name: shard_bits(one.tensor.detach(), self._wire, base_in=self._base_in)
+            for name, one in self._parameters.items()
+        }
+        return {name: held_bits(held, bits) for name, held in self._held.items() if self._is_owner(held)}
 
     def load_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Fill this rank's parameters, replicas too, from whole checkpoint tensors; rows of padding stay as they are.

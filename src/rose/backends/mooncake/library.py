@@ -42,7 +42,8 @@ def load_library() -> Any:
         return importlib.import_module("mooncake.store")
     except ImportError as error:
         message = (
-            f"the mooncake transport cannot load Mooncake ({error}); install it with pip install 'rose-rl[mooncake]' "
+            f"the mooncake transport cannot load Mooncake ({error}); install it with pip install 'rose-rl[mooncake]', "
+            "or 'rose-rl[mooncake-cuda]' beside CUDA, "
             "and its system library with apt-get install libibverbs1"
         )
         raise BackendUnavailableError(message) from error

@@ -43,6 +43,7 @@ class StoreOptions:
         segment_bytes: Memory that this process gives to the store; 0 only uses what others gave.
         buffer_bytes: The library's own staging buffer.
         protocol: ``tcp`` or ``rdma``.
+        rdma_devices: Names of this machine's RDMA devices, with commas between; empty lets the library choose.
         metadata: Metadata server, or ``P2PHANDSHAKE`` for none.
         preferred_segment: Name of the segment that new objects go to while it has room; empty leaves it to the store.
         retry: How failures that may pass are repeated.
@@ -53,6 +54,7 @@ class StoreOptions:
     segment_bytes: int
     buffer_bytes: int
     protocol: str
+    rdma_devices: str
     metadata: str
     preferred_segment: str
     retry: RetryPolicy
@@ -78,7 +80,7 @@ class ObjectStore:
             options.segment_bytes,
             options.buffer_bytes,
             options.protocol,
-            "",
+            options.rdma_devices,
             options.master,
         )
         if code:
@@ -159,23 +161,27 @@ class ObjectStore:
             TransportError: The store failed or is full.
         """
         source = np.frombuffer(chunk, dtype=np.uint8)
-        with self._registered(source):
+        with self._registered(source.ctypes.data, source.nbytes):
             self._put(key, source.ctypes.data, source.nbytes, self._pinned)
 
     def read_into(self, key: str, target: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
-        """Fill ``target`` with a large object.
+        """Fill ``target`` with a large object; see ``read_at``."""
+        self.read_at(key, target.ctypes.data, target.nbytes)
+
+    def read_at(self, key: str, address: int, num_bytes: int) -> None:
+        """Fill memory with a large object: of the host, or, with the library's CUDA build, of a GPU.
 
         Raises:
             BlobNotFoundError: It does not exist, or is still being written.
             TransportError: The store failed, or the object has another size.
         """
-        with self._registered(target):
-            code = self._options.retry.run(lambda: self._get_into(key, target))
+        with self._registered(address, num_bytes):
+            code = self._options.retry.run(lambda: int(self._store.get_into(key, address, num_bytes)))
         if code in (Code.NOT_FOUND, Code.NOT_READY):
             message = f"there is no object {key!r} in the store of {self._options.master} ({describe(code)})"
             raise BlobNotFoundError(message)
-        if code != target.nbytes:
-            self._fail(f"get {target.nbytes} bytes of", key, code)
+        if code != num_bytes:
+            self._fail(f"get {num_bytes} bytes of", key, code)
 
     def remove(self, key: str) -> None:
         """Remove an object; an unknown key is fine.
@@ -214,19 +220,19 @@ class ObjectStore:
         return int(pieces[0][0][0])
 
     @contextmanager
-    def _registered(self, buffer: np.ndarray[Any, np.dtype[np.uint8]]) -> Iterator[None]:
-        """Register a caller's buffer for the time of a transfer, where the protocol needs it; TCP does not."""
+    def _registered(self, address: int, num_bytes: int) -> Iterator[None]:
+        """Register a caller's memory for the time of a transfer, where the protocol needs it; TCP does not."""
         if self._options.protocol == "tcp":
             yield
             return
-        code = self._store.register_buffer(buffer.ctypes.data, buffer.nbytes)
+        code = self._store.register_buffer(address, num_bytes)
         if code:
-            message = f"Mooncake does not register {buffer.nbytes} bytes for {self._options.protocol} (code {code})"
+            message = f"Mooncake does not register {num_bytes} bytes for {self._options.protocol} (code {code})"
             raise TransportError(message)
         try:
             yield
         finally:
-            self._store.unregister_buffer(buffer.ctypes.data)
+            self._store.unregister_buffer(address)
 
     def _check_preferred(self, segment: str) -> None:
         """Put probes: the store ignores an unknown name and spreads them, or they land in this process's own memory."""

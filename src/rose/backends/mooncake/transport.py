@@ -19,6 +19,7 @@ import secrets
 import struct
 import threading
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import attrs
 import numpy as np
@@ -26,7 +27,7 @@ import numpy as np
 from rose.backends.memory.buffers import fillable
 from rose.backends.mooncake.objects import ObjectStore, StoreOptions
 from rose.backends.mooncake.retry import RetryPolicy
-from rose.errors import BlobNotFoundError, CorruptUpdateError, TransportError, VersionConflictError
+from rose.errors import BlobNotFoundError, ConfigError, CorruptUpdateError, TransportError, VersionConflictError
 from rose.interfaces.transport import Payload, Transport
 from rose.transfer.delta import digest
 from rose.types import TransportAddress
@@ -70,7 +71,8 @@ class MooncakeTransport(Transport):
         segment_bytes: Memory that this process gives to the store. At least one process must give some.
         hostname: Address that peers use to reach this process's memory.
         buffer_bytes: The library's own staging buffer.
-        protocol: ``tcp`` or ``rdma``; anything but ``tcp`` is handed to the library as it is.
+        protocol: ``tcp`` or ``rdma``; anything but ``tcp`` is handed to the library as it is, and gets its buffers registered.
+        rdma_devices: Names of this machine's RDMA devices (``mlx5_0,mlx5_1``); empty lets the library choose. Not part of ``address``.
         metadata: Metadata server, or ``P2PHANDSHAKE`` for none.
         preferred_segment: The ``segment`` of a process whose memory takes what this one puts, while it has room: a
             publisher names one in the serving cluster, so that each byte crosses the link between them once. It is this
@@ -79,6 +81,7 @@ class MooncakeTransport(Transport):
 
     Raises:
         BackendUnavailableError: Mooncake or libibverbs1 is not installed.
+        ConfigError: RDMA devices are named, and the protocol is TCP.
         TransportError: The master cannot be reached, or there is no such preferred segment.
     """
 
@@ -90,10 +93,14 @@ class MooncakeTransport(Transport):
         hostname: str = "127.0.0.1",
         buffer_bytes: int = 16 << 20,
         protocol: str = "tcp",
+        rdma_devices: str = "",
         metadata: str = "P2PHANDSHAKE",
         preferred_segment: str = "",
         retry_s: float = 5.0,
     ) -> None:
+        if rdma_devices and protocol == "tcp":
+            message = f"rdma_devices={rdma_devices!r} needs protocol='rdma'; over TCP no such device is used"
+            raise ConfigError(message)
         self._objects = ObjectStore(
             StoreOptions(
                 master=master,
@@ -101,6 +108,7 @@ class MooncakeTransport(Transport):
                 segment_bytes=segment_bytes,
                 buffer_bytes=buffer_bytes,
                 protocol=protocol,
+                rdma_devices=rdma_devices,
                 metadata=metadata,
                 preferred_segment=preferred_segment,
                 retry=RetryPolicy(budget_s=retry_s),
@@ -149,6 +157,40 @@ class MooncakeTransport(Transport):
             message = f"the store gave other bytes for {key!r} than were put"
             raise CorruptUpdateError(message)
         return data
+
+    def get_into(self, key: str, target: Any) -> None:
+        """Fill memory of a GPU with a blob of more than ``INLINE_BYTES``, without a way through this process's own.
+
+        Needs ``protocol="rdma"`` and the library's CUDA build (``rose-rl[mooncake-cuda]``). The checksum is compared after a copy of what
+        arrived to the host, as nothing on a GPU computes it. It has not run: docs/gpu.md.
+
+        Args:
+            key: The blob.
+            target: A contiguous CUDA tensor of bytes, of the blob's length.
+
+        Raises:
+            BlobNotFoundError: There is no such key, or not all of it yet.
+            ConfigError: The target is not of that form or length, or the blob lies within its claim.
+            CorruptUpdateError: The store gave other bytes than were put.
+            TransportError: The store failed.
+        """
+        found = self._read(key)
+        if found is None:
+            message = f"there is no blob {key!r}"
+            raise BlobNotFoundError(message)
+        claim = found[0]
+        is_bytes = target.is_contiguous() and target.element_size() == 1 and target.numel() == claim.length_bytes
+        if claim.is_inline or not is_bytes:
+            message = (
+                f"blob {key!r} has {claim.length_bytes} bytes: only one of more than {INLINE_BYTES} is read into memory of a GPU, "
+                f"and that is a contiguous tensor of as many bytes, not {target.dtype} {tuple(target.shape)}"
+            )
+            raise ConfigError(message)
+        for chunk_key, part in _chunks(key, claim.length_bytes):
+            self._objects.read_at(chunk_key, target.data_ptr() + part.start, part.stop - part.start)
+        if digest(target.cpu().numpy()) != claim.checksum:
+            message = f"the store gave other bytes for {key!r} than were put"
+            raise CorruptUpdateError(message)
 
     def delete(self, keys: Sequence[str]) -> None:
         """Remove blobs; the claim goes last, so that a half-removed blob can be removed again."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import torch
 import xxhash
 
+from rose.backends.device_codec.pinned import patterns
+from rose.backends.device_codec.way import DeviceWay
 from rose.backends.torch_weights.slices import SlicePlan
 from rose.errors import LayoutMismatchError
 from rose.interfaces.trainer import ShardSpec, TensorSpec
@@ -69,39 +70,46 @@ class ParameterSink(ViewSink):
 
 
 class DeviceSink(ParameterSink):
-    """Live parameters in a device's memory: torch moves what numpy cannot see."""
+    """Live parameters in the memory of devices: torch moves what numpy cannot see, on each device one way for all.
+
+    Writes are queued; ``flush`` says when they are done (``rose.transfer.sink.SupportsFlush``).
+
+    Args:
+        plan: Where each checkpoint tensor lives.
+    """
+
+    def __init__(self, plan: SlicePlan) -> None:
+        super().__init__(plan)
+        devices = {piece.live.device for held in plan.pieces.values() for piece in held}
+        self._ways = {device: DeviceWay(device) for device in devices}
 
     def write_dense(self, name: str, box: ShardSpec, bits: Bits) -> None:
         """Overwrite a box."""
-        values = _to_torch(bits).view(box.shape)
-        for live in self.live(name, box):
-            live.copy_(values)
+        for device, lives in self._lives(name, box).items():
+            self._ways[device].write_dense(lives, bits)
 
     def write_sparse(self, name: str, box: ShardSpec, positions: Bits, values: Bits) -> None:
         """Overwrite some elements of a box."""
-        index, bits = _to_torch(positions), _to_torch(values)
-        for live in self.live(name, box):
-            live.index_put_(_where(live, index), bits.to(live.device))
+        for device, lives in self._lives(name, box).items():
+            self._ways[device].write_sparse(lives, positions, values)
+
+    def flush(self) -> None:
+        """Return once every write so far is in the live weights."""
+        for way in self._ways.values():
+            way.flush()
 
     def read(self, name: str, box: ShardSpec) -> Bits:
         """Return a copy of a box; of several live copies, the first."""
-        live = self.live(name, box)[0].cpu().numpy()
-        return np.array(live, order="C").view(bits_dtype(self._plan.tensors[name].dtype))
+        live = self.live(name, box)[0]
+        return np.array(patterns(self._ways[live.device].read(live)))
 
     def gather(self, name: str, box: ShardSpec, positions: Bits) -> Bits:
         """Return some elements of a box; of several live copies, the first."""
         live = self.live(name, box)[0]
-        found: np.ndarray[Any, Any] = live[_where(live, _to_torch(positions))].cpu().numpy()
-        return found.view(bits_dtype(self._plan.tensors[name].dtype))
+        return patterns(self._ways[live.device].gather(live, positions))
 
-
-def _where(live: torch.Tensor, index: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return flat positions as indices of a tensor of any strides, on its device."""
-    return tuple(torch.unravel_index(index.to(live.device).long(), live.shape))
-
-
-def _to_torch(array: Bits) -> torch.Tensor:
-    """Return the array as a tensor of the signed type of its width (torch indexes and copies those everywhere)."""
-    owned = array if array.flags.writeable and array.flags.c_contiguous else np.array(array, order="C")
-    signed = np.dtype(np.uint8) if owned.itemsize == 1 else np.dtype(f"i{owned.itemsize}")
-    return torch.from_numpy(owned.view(signed))
+    def _lives(self, name: str, box: ShardSpec) -> dict[torch.device, list[torch.Tensor]]:
+        found: dict[torch.device, list[torch.Tensor]] = {}
+        for live in self.live(name, box):
+            found.setdefault(live.device, []).append(live)
+        return found

@@ -1,16 +1,25 @@
-"""Sleep of an engine on a GPU: vLLM's own sleep mode, levels 1 (weights to host memory) and 2 (weights dropped).
+"""Sleep of an engine on a GPU: vLLM's own sleep mode, levels 1 (weights to host memory) and 2 (weights dropped), and its KV pool alone.
 
-It has been written from vLLM 0.32's source and tested against a stand-in of its executor; it has not run on a GPU. vLLM's
-allocator is one a process, so an engine that sleeps has a process of its own.
+Written from vLLM 0.32's source and tested against doubles with its signatures; it has not run on a GPU. What that source says, and what
+is relied on here:
+
+* ``Executor.sleep`` waits for the device in every worker before it unmaps anything, and so does ``discard``: no batch in flight can
+  touch memory that is gone. Their outputs come afterwards; of requests that have ended they are dropped.
+* ``discard(("kv_cache",))`` drops the whole KV pool and nothing else; a part of it cannot leave. ``wake_up(["kv_cache"])`` maps it anew,
+  with whatever is there, so no cached prefix may outlive it (``HeldBlocks`` has dropped them).
+* Its allocator is one a process: two engines in one would sleep together.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from rose.errors import BackendUnavailableError, EngineError
 
-_NEEDED = ("sleep", "wake_up", "is_sleeping")
+_NEEDED = ("sleep", "wake_up", "is_sleeping", "discard", "sleeping_tags")
+_KV = "kv_cache"
+_FAILURES = (RuntimeError, ValueError, AssertionError)
 
 
 def check(core: Any) -> None:
@@ -25,12 +34,17 @@ def check(core: Any) -> None:
             f"this vLLM's executor has no {', '.join(missing)}, so the engine cannot be deactivated; install vllm 0.32"
         )
         raise BackendUnavailableError(message)
-    if not getattr(core.vllm_config.model_config, "enable_sleep_mode", False):
+    if not has_sleep_mode(core):
         message = (
             "the engine was started without vLLM's sleep mode, so its memory cannot leave the device; "
             "start it with engine_args={'enable_sleep_mode': True}"
         )
         raise BackendUnavailableError(message)
+
+
+def has_sleep_mode(core: Any) -> bool:
+    """Return whether the engine was started with vLLM's sleep mode."""
+    return bool(getattr(core.vllm_config.model_config, "enable_sleep_mode", False))
 
 
 def sleep(core: Any, *, keeps_weights: bool) -> int:
@@ -42,28 +56,79 @@ def sleep(core: Any, *, keeps_weights: bool) -> int:
     try:
         core.rose_sums = core.compute_weight_checksums() if keeps_weights else None
         core.model_executor.sleep(level=1 if keeps_weights else 2)
-    except (RuntimeError, ValueError, AssertionError) as error:
+    except _FAILURES as error:
         message = f"vLLM's sleep failed: {error}"
         raise EngineError(message) from error
     return _weight_bytes(core)
 
 
 def wake(core: Any) -> int | None:
-    """Wake the executor; returns the bytes of weights that are what they were, ``None`` when they are not.
+    """Bring the weights back; returns the bytes of those that are what they were, ``None`` when they are not.
+
+    A KV pool that follows the budget (``attach_kv``) comes back when the scheduler wants a block of it.
 
     Raises:
         EngineError: vLLM failed.
     """
     sums, core.rose_sums = getattr(core, "rose_sums", None), None
-    if not core.model_executor.is_sleeping:
+    if "weights" not in core.model_executor.sleeping_tags:
         return 0
     try:
-        core.model_executor.wake_up(None)
+        core.model_executor.wake_up(["weights"] if hasattr(core, "rose_kv_pool") else None)
         is_same = sums is not None and core.compute_weight_checksums() == sums
-    except (RuntimeError, ValueError, AssertionError) as error:
+    except _FAILURES as error:
         message = f"vLLM's wake-up failed: {error}"
         raise EngineError(message) from error
     return _weight_bytes(core) if is_same else None
+
+
+def attach_kv(core: Any) -> None:
+    """Let the KV pool of an engine with sleep mode leave the device while its budget is nothing."""
+    scheduler = core.scheduler
+    pool = scheduler.kv_cache_manager.block_pool
+    num_bytes = sum(int(tensor.size) for tensor in scheduler.kv_cache_config.kv_cache_tensors)
+    core.rose_kv_pool = KvPool(core, int(pool.num_gpu_blocks), num_bytes)
+    scheduler.attach_kv_pages(core.rose_kv_pool.hold, group_blocks=1)
+
+
+class KvPool:
+    """The whole KV pool as one page: it leaves the device while every block is held back. For ``HeldBlocks.attach``."""
+
+    def __init__(self, core: Any, num_blocks: int, num_bytes: int) -> None:
+        """Take an engine that was started with sleep mode.
+
+        Args:
+            core: vLLM's engine core.
+            num_blocks: Blocks of the pool, the null block too.
+            num_bytes: Bytes of the pool on one worker.
+        """
+        self._executor = core.model_executor
+        self._num_blocks = num_blocks
+        self._num_bytes = num_bytes
+
+    def hold(self, runs: Sequence[Sequence[int]]) -> int:
+        """Let the pool leave when all blocks but the null block are held, and come back otherwise.
+
+        Args:
+            runs: All held blocks, as ``(first, length)`` of each run. No batch in flight may use one of them.
+
+        Returns:
+            Bytes that are not on the device now.
+
+        Raises:
+            EngineError: vLLM failed.
+        """
+        is_wanted = sum(length for _, length in runs) < self._num_blocks - 1
+        is_there = _KV not in self._executor.sleeping_tags
+        try:
+            if is_wanted and not is_there:
+                self._executor.wake_up([_KV])
+            elif is_there and not is_wanted:
+                self._executor.discard((_KV,))
+        except _FAILURES as error:
+            message = f"vLLM could not {'map' if is_wanted else 'drop'} the KV pool: {error}"
+            raise EngineError(message) from error
+        return 0 if is_wanted else self._num_bytes
 
 
 def _weight_bytes(core: Any) -> int:

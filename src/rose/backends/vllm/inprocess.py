@@ -109,19 +109,23 @@ class InProcessVllmEngine(VllmDriver):
         job: _Job | None = None
         try:
             while True:
-                is_busy = self._llm is not None and self._core.scheduler.has_requests()
+                is_busy = self._is_busy()
                 while not is_busy or not self._jobs.empty():
                     with contextlib.suppress(queue.Empty):  # a look at the budget from time to time
                         job = self._jobs.get(timeout=_IDLE_POLL_S)
                         if job is None:
                             return
                         self._do_job(job)
-                    is_busy = self._llm is not None and self._core.scheduler.has_requests()
+                    is_busy = self._is_busy()
                 self._step()
         except Exception as error:  # noqa: BLE001 - the thread's root
             self._lost = f"its step failed: {error!r}"
         finally:
             self._end_all()
+
+    def _is_busy(self) -> bool:
+        """Return whether the engine has work; a batch in flight is some although its requests have ended."""
+        return self._llm is not None and (self._core.scheduler.has_requests() or bool(self._core.batch_queue))
 
     def _step(self) -> None:
         with _STEP_LOCK:

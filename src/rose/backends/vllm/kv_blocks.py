@@ -5,6 +5,8 @@ Invariants:
 * A held block belongs to no request and to no prefix-cache entry; the content of a block whose pages were given back is
   lost, and the block is written before it is read once it returns to the pool.
 * Blocks in use, free blocks and held blocks are the pool, the null block aside.
+* With batches in flight, pages leave when those have landed that were launched before their blocks were held; a block returns to the
+  pool with its page, at once.
 * Blocks are taken a group at a time (a group shares a page of every layer): groups without cached prefixes first, then
   those whose prefixes were used least recently. Blocks of groups that are in use are taken when nothing else is left, and
   exchanged for whole groups when these come free.
@@ -12,10 +14,13 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
+
+from rose.backends.in_flight import InFlight
 
 Runs = list[tuple[int, int]]
 HoldPages = Callable[[Runs], int]
@@ -24,10 +29,18 @@ HoldPages = Callable[[Runs], int]
 class HeldBlocks:
     """The part of a block pool that the engine may not use."""
 
-    def __init__(self, pool: Any) -> None:
-        """Start with nothing held. ``pool`` is vLLM's ``BlockPool``; its null block is never counted."""
+    def __init__(self, pool: Any, in_flight: InFlight | None = None) -> None:
+        """Start with nothing held.
+
+        Args:
+            pool: vLLM's ``BlockPool``; its null block is never counted.
+            in_flight: The engine's batches; ``None`` where none is in flight while budgets change.
+        """
         self._pool = pool
+        self._in_flight = InFlight() if in_flight is None else in_flight
+        self._mark: int | None = None
         self._is_held = np.zeros(int(pool.num_gpu_blocks), bool)
+        self._is_left = self._is_held.copy()  # whose pages may have left
         self._num_held = 0
         self._hold_pages: HoldPages | None = None
         self._group_blocks = 1
@@ -75,7 +88,12 @@ class HeldBlocks:
         return num_missing
 
     def settle(self) -> None:
-        """Exchange held blocks that free no page for whole groups that have come free. Cheap when nothing came free."""
+        """Let pages go whose batches have landed; exchange held blocks that free no page for whole groups that have come free.
+
+        Cheap when nothing came free.
+        """
+        if self._mark is not None and self._in_flight.has_passed(self._mark):
+            self._let_pages_go()
         num_free = int(self._pool.get_num_free_blocks())
         has_news, self._num_free_seen = num_free > self._num_free_seen, num_free
         if not has_news or self._num_loose < self._group_blocks or self._group_blocks == 1:
@@ -90,10 +108,24 @@ class HeldBlocks:
             self._update_pages()
 
     def hold_every_page(self) -> None:
-        """Give all pages back, the null block's too. The engine must not compute until the next ``resize``."""
+        """Give all pages back at once, the null block's too. The engine must not compute until the next ``resize``.
+
+        What is still in flight belongs to requests that have ended; whoever unmaps memory of a device waits for that.
+        """
         self.resize(self.num_blocks)
+        self._mark, self._is_left = None, self._is_held.copy()
         if self._hold_pages is not None:
             self.num_bytes_given = self._hold_pages([(0, self.num_blocks + 1)])
+
+    @contextlib.contextmanager
+    def lent(self) -> Iterator[None]:
+        """Let the pool have the held blocks for the time of a call that takes none; their pages stay where they are."""
+        held = [self._pool.blocks[i] for i in np.flatnonzero(self._is_held).tolist()]
+        self._pool.free_blocks(held)
+        try:
+            yield
+        finally:
+            self._pool.touch(held)
 
     def _take(self, num_to_hold: int) -> int:
         num_missing = num_to_hold - self.num_held
@@ -135,9 +167,23 @@ class HeldBlocks:
         self._pool.free_blocks([self._pool.blocks[i] for i in chosen.tolist()])
 
     def _update_pages(self) -> None:
+        """Follow what is held now: pages of blocks that returned at once, those of new ones when their batches have landed."""
         self._num_loose = self.num_held - self._num_whole(self._is_held)
+        if not self._in_flight:
+            self._let_pages_go()
+            return
+        self._mark = self._in_flight.mark()
+        if (self._is_left & ~self._is_held).any():
+            self._is_left &= self._is_held
+            self._tell_pages()
+
+    def _let_pages_go(self) -> None:
+        self._mark, self._is_left = None, self._is_held.copy()
+        self._tell_pages()
+
+    def _tell_pages(self) -> None:
         if self._hold_pages is not None:
-            self.num_bytes_given = self._hold_pages(_runs(np.flatnonzero(self._is_held)))
+            self.num_bytes_given = self._hold_pages(_runs(np.flatnonzero(self._is_left)))
 
     def _free_blocks(self) -> list[Any]:
         free: list[Any] = self._pool.free_block_queue.get_all_free_blocks()

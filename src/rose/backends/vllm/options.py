@@ -8,6 +8,7 @@ from typing import Any
 
 import attrs
 from attrs import validators as v
+from xxhash import xxh32_intdigest
 
 from rose.types import EngineId, WeightVersion
 
@@ -29,7 +30,8 @@ class VllmOptions:
         kv_cache_bytes: Size of the KV cache.
         block_size: Tokens of a KV block; the CPU attention wants a multiple of 32.
         dtype: Of weights and activations. Weight updates travel in it.
-        seed: Of vLLM's sampler; a request's own seed goes before it.
+        seed: Of vLLM's sampler; a request's own seed goes before it. ``None`` makes one of ``engine_id``: engines of one seed that are given
+            the same prompt may draw the same answer, and a group of such answers teaches nothing.
         tensor_parallel_size: Number of devices that the model is cut over.
         is_priority_scheduled: Order requests by ``EngineRequest.priority`` (lower first) instead of arrival.
         has_prefix_cache: Keep the KV of prompts for later requests.
@@ -49,7 +51,7 @@ class VllmOptions:
     kv_cache_bytes: int = attrs.field(default=64 << 20, validator=v.gt(0))
     block_size: int = attrs.field(default=32, validator=v.gt(0))
     dtype: str = "bfloat16"
-    seed: int = 0
+    seed: int | None = None
     tensor_parallel_size: int = attrs.field(default=1, validator=v.gt(0))
     is_priority_scheduled: bool = False
     has_prefix_cache: bool = True
@@ -72,7 +74,7 @@ class VllmOptions:
             "skip_tokenizer_init": True,
             "enforce_eager": True,
             "dtype": self.dtype,
-            "seed": self.seed,
+            "seed": xxh32_intdigest(self.engine_id.encode()) if self.seed is None else self.seed,
             "max_model_len": self.max_model_len,
             "max_num_seqs": self.max_num_seqs,
             "max_num_batched_tokens": self.max_num_batched_tokens,

@@ -2,7 +2,8 @@
 
 Invariants:
 
-* The device's turn is held only from ``schedule`` to the end of ``update_from_output``.
+* The device's turn is held only from ``schedule`` to the end of ``update_from_output``; with asynchronous scheduling to that of the last
+  batch in flight. A closed gate starts no further batch, so that those in flight end and the turn is given back.
 * An evicted request's tokens have all been delivered; its stream ends with finish reason ``abort`` and stop reason
   ``rose:evicted`` (``rose:refused`` where it could never fit), and the engine stays awake until that is sent.
 * Blocks in use plus blocks held back never exceed the pool; budgets only change between steps.
@@ -11,7 +12,8 @@ Invariants:
 
 Life cycle of a step: ``schedule`` applies the budget, asks the governor (``rose.coserving.executor``), builds the batch
 and charges the device; vLLM computes; ``update_from_output`` waits for the modelled end, makes the outputs, publishes to
-the ledger and gives the turn back.
+the ledger and gives the turn back. With asynchronous scheduling (vLLM's choice, on GPUs as a rule) the next ``schedule`` comes before
+the outputs of the last batch; the governor is asked for both together.
 """
 
 from __future__ import annotations
@@ -20,9 +22,10 @@ import queue
 import threading
 import time
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Self
 
 import attrs
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -32,7 +35,9 @@ from vllm.v1.request import Request, RequestStatus
 
 from rose.backends.answers import EVICTED, REFUSED
 from rose.backends.cuda import LimitedBlocks
+from rose.backends.in_flight import InFlight
 from rose.backends.step_settings import read_settings
+from rose.backends.vllm import gpu_process
 from rose.backends.vllm.kv_blocks import HeldBlocks, HoldPages
 from rose.backends.vllm.lifeline import tie_to_parent
 from rose.backends.vllm.steps import open_control
@@ -46,7 +51,17 @@ _DRAINABLE = (EngineCoreRequestType.ADD, EngineCoreRequestType.ABORT, EngineCore
 
 
 class RoseScheduler(Scheduler):  # type: ignore[misc] # vLLM is untyped here
-    """A drop-in ``scheduler_cls``. Settings: ``additional_config["rose"]``, see ``RoseSettings``."""
+    """A drop-in ``scheduler_cls``. Settings: ``additional_config["rose"]``, see ``RoseSettings``.
+
+    Where vLLM schedules asynchronously, what is made is a ``RoseAsyncScheduler``.
+    """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Choose the class by vLLM's configuration."""
+        config = kwargs.get("vllm_config", args[0] if args else None)
+        is_async = bool(getattr(getattr(config, "scheduler_config", None), "async_scheduling", False))
+        chosen: Any = RoseAsyncScheduler if is_async and cls is RoseScheduler else cls
+        return object.__new__(chosen)  # type: ignore[no-any-return] # a subclass at most
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Build vLLM's scheduler, then open the device and the ledger of the settings."""
@@ -61,12 +76,15 @@ class RoseScheduler(Scheduler):  # type: ignore[misc] # vLLM is untyped here
         self._is_gate_open = True
         self._is_asleep = False
         self._is_shut_down = threading.Event()
-        self._held: HeldBlocks | LimitedBlocks = HeldBlocks(self.kv_cache_manager.block_pool)
+        self._in_flight = InFlight()
+        self._held: HeldBlocks | LimitedBlocks = HeldBlocks(self.kv_cache_manager.block_pool, self._in_flight)
         self._budget_blocks = self._held.num_blocks
+        gpu_process.check(self.settings, self.vllm_config)
         self.control = open_control(self.settings, self)
+        self.control.keep_in_flight(int(self.vllm_config.max_concurrent_batches))
         limiter = getattr(getattr(self.control.governor, "device", None), "kv_limiter", None)
         if limiter is not None:
-            self._held = LimitedBlocks(self.kv_cache_manager.block_pool, limiter, _block_bytes(self.kv_cache_config))
+            self._held = LimitedBlocks(self.kv_cache_manager.block_pool, limiter, self._in_flight)
         _watch_inputs()
 
     # -- one step
@@ -77,7 +95,7 @@ class RoseScheduler(Scheduler):  # type: ignore[misc] # vLLM is untyped here
         if self._is_asleep or self.pause_state == PauseState.PAUSED_ALL or not self.has_unfinished_requests():
             out = super().schedule(*args, **kwargs)
         elif not self._is_gate_open:
-            time.sleep(_CLOSED_POLL_S)
+            time.sleep(0.0 if self._in_flight else _CLOSED_POLL_S)
             return self._empty_step(*args, **kwargs)
         elif not self.control.may_step(self):
             return self._empty_step(*args, **kwargs)
@@ -85,6 +103,7 @@ class RoseScheduler(Scheduler):  # type: ignore[misc] # vLLM is untyped here
             self.max_num_active_reqs = len(self.running) + self._num_admissible()
             out = super().schedule(*args, **kwargs)
         self.control.begin(self, out.num_scheduled_tokens)
+        self._in_flight.launch(out, is_charged=bool(out.num_scheduled_tokens))
         for data in out.scheduled_new_reqs:
             self._num_admitted += 1
             self._num_prompt_tokens += len(data.prompt_token_ids or ())
@@ -94,7 +113,8 @@ class RoseScheduler(Scheduler):  # type: ignore[misc] # vLLM is untyped here
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> dict[int, EngineCoreOutputs]:
         """Wait until the step is over on the device, then make its outputs and those of evicted requests."""
-        self.control.finish(self)
+        if self._in_flight.land(scheduler_output) or not self._in_flight:
+            self.control.finish(self)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         for client_index, output in self._parting:
             outputs.setdefault(client_index, EngineCoreOutputs()).outputs.append(output)
@@ -186,6 +206,11 @@ class RoseScheduler(Scheduler):  # type: ignore[misc] # vLLM is untyped here
     def kv_budget_tokens(self) -> int:
         """Tokens of the budget in force."""
         return (self._held.num_blocks - self._held.num_held) * int(self.block_size)
+
+    @property
+    def holds_blocks_itself(self) -> bool:
+        """Whether blocks that are held back are this scheduler's to give, and not kvcached's."""
+        return isinstance(self._held, HeldBlocks)
 
     def attach_kv_pages(self, hold_pages: HoldPages, *, group_blocks: int) -> None:
         """Let blocks that are held back return their memory; see ``HeldBlocks.attach``."""
@@ -285,12 +310,8 @@ class RoseScheduler(Scheduler):  # type: ignore[misc] # vLLM is untyped here
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
         """Drop cached prefixes; blocks held back do not stand in the way."""
-        num_held = self._held.num_held
-        self._held.resize(0)
-        try:
+        with self._held.lent():
             return bool(super().reset_prefix_cache(*args, **kwargs))
-        finally:
-            self._held.resize(num_held)
 
     # -- for the engine's remote calls
 
@@ -345,9 +366,8 @@ class RoseScheduler(Scheduler):  # type: ignore[misc] # vLLM is untyped here
         self.control.note_arrival(request_id)
 
 
-def _block_bytes(config: Any) -> int:
-    """Return the bytes of a block over all layers."""
-    return int(max(tensor.size for tensor in config.kv_cache_tensors)) // int(config.num_blocks)
+class RoseAsyncScheduler(RoseScheduler, AsyncScheduler):  # type: ignore[misc] # vLLM is untyped here
+    """The same over vLLM's asynchronous scheduler: up to ``max_concurrent_batches`` batches in flight."""
 
 
 def _watch_inputs() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rose.backends.vllm import device_sleep
+from rose.backends.vllm import device_sleep, gpu_process
 from rose.backends.vllm.lifeline import tie_to_parent
 from rose.backends.wire import answers, unwrap
 from rose.errors import EngineError, EngineFencedError
@@ -21,6 +21,8 @@ def rose_init(self: Any, version: str | None) -> dict[str, int]:
     Called once, by the driver that started the engine; an engine process does not outlive that driver.
     """
     tie_to_parent()
+    if not _is_host(self):
+        gpu_process.claim(self)
     for answer in self.collective_rpc("rose_init", args=(version,)):
         unwrap(answer)
     if version is not None:
@@ -37,14 +39,18 @@ def rose_init(self: Any, version: str | None) -> dict[str, int]:
 
 
 def _attach_pages(core: Any) -> None:
-    """Let blocks that the scheduler holds back give their pages to the operating system, in every worker."""
+    """Let blocks that the scheduler holds back give their memory up: pages of the host, or the whole pool of a GPU."""
     attach = getattr(core.scheduler, "attach_kv_pages", None)
     if attach is None:
+        return
+    if not _is_host(core):
+        if device_sleep.has_sleep_mode(core) and core.scheduler.holds_blocks_itself:
+            device_sleep.attach_kv(core)
         return
     num_blocks = int(core.scheduler.kv_cache_manager.block_pool.num_gpu_blocks)
     layouts = [unwrap(answer) for answer in core.collective_rpc("rose_attach_pages", args=(num_blocks,))]
     if not any(layout["num_bytes"] for layout in layouts):
-        return  # memory of a device, which is not given block by block
+        return  # laid out in a way that has no pages of its own
 
     def hold_pages(runs: Any) -> int:
         return sum(unwrap(answer) for answer in core.collective_rpc("rose_hold_pages", args=(runs,)))

@@ -322,7 +322,7 @@ def _spec(options: VllmOptions) -> EngineSpec:
         kv_tokens=options.kv_cache_bytes // _NANO_KV_BYTES,
         kv_token_bytes=_NANO_KV_BYTES,
         chunk_tokens=options.max_num_batched_tokens,
-        seed=options.seed,
+        seed=options.seed or 0,
         rose=options.rose,
     )
 

@@ -7,7 +7,8 @@ Invariants:
 * Time in which nothing was heard of a client is no stall of its engines.
 * An engine is streamed from through the pool only for an attempt that is under way.
 * Tokens follow on each other: a report from further on than what is known is dropped, and asked for again.
-* A client's head start is taken over by the turn's first attempt, at that engine, or stopped at once.
+* A client's head start is taken over by the turn's first attempt, if it is at that engine, with the same weights and for as many tokens, or
+  stopped at once.
 * A session that is given up while its client is connected has its connection closed, so that the client begins a new one.
 """
 
@@ -32,7 +33,7 @@ from rose.interfaces import ServingEngine
 from rose.pool import RolloutPool, direct
 from rose.pool.turns import Attempt
 from rose.pool.wire import error_from_plain, error_to_plain
-from rose.types import EngineAddress, EngineId, FinishReason, RequestId, TokenChunk, Turn
+from rose.types import EngineAddress, EngineId, FinishReason, RequestId, TokenChunk, Turn, WeightVersion
 
 _logger = logging.getLogger(__name__)
 _MAX_SETTLED = 4096
@@ -47,24 +48,27 @@ _NONSENSE = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError
 class DirectTurn:
     """One turn of a client: the source of its tokens, fed by the client's reports."""
 
-    def __init__(self, session: Session, turn_id: str, ahead_at: EngineId | None) -> None:
+    def __init__(self, session: Session, turn_id: str, turn: Turn, ahead: direct.Ahead | None) -> None:
         self._session = session
-        self._ahead_at = ahead_at
+        self._max_tokens = turn.sampling.max_tokens
+        self._ahead = ahead
+        self._has_head_start = False
         self.turn_id = turn_id
         self.attempt: Attempt | None = None
         self.is_ended = False
         self._chunks: asyncio.Queue[TokenChunk | Exception] = asyncio.Queue()
         self._num_heard = 0
 
-    def begun_at(self, engine_id: EngineId) -> RequestId | None:
-        """Return the id of the client's head start if it is there; whatever the answer, no later attempt takes it over."""
-        ahead_at, self._ahead_at = self._ahead_at, None
-        return direct.ahead_id(self._session.prefix, self.turn_id) if ahead_at == engine_id else None
+    def begun_at(self, engine_id: EngineId, version: WeightVersion | None, max_tokens: int) -> RequestId | None:
+        """Return the id of the client's head start if it is such a request; whatever the answer, no later attempt takes it over."""
+        wanted, ahead = direct.Ahead(engine_id=engine_id, version=version), self._ahead
+        self._ahead, self._has_head_start = None, ahead == wanted and max_tokens == self._max_tokens
+        return direct.ahead_id(self._session.prefix, self.turn_id) if self._has_head_start else None
 
     async def stop_ahead(self) -> None:
-        """Stop the client's head start unless an engine was chosen meanwhile."""
-        if self._ahead_at is not None:
-            self._ahead_at = None
+        """Stop the client's head start unless an attempt has taken it over."""
+        self._ahead = None
+        if not self._has_head_start:
             await self._session.send([direct.STOP, self.turn_id, direct.AHEAD])
 
     async def open(self, attempt: Attempt) -> AsyncGenerator[TokenChunk, None]:
@@ -214,17 +218,19 @@ class Session:
             await self.send(self._settled[turn_id])
         elif turn_id in self.turns:
             await self.turns[turn_id].tell()
+            if message[-1] is not None:  # what was said of it may have been lost
+                await self.turns[turn_id].stop_ahead()
         else:
             try:
-                turn_id, turn, ahead_at = direct.submit_from_wire(message)
+                turn_id, turn, ahead = direct.submit_from_wire(message)
             except _NONSENSE as error:
                 await self._settle(str(turn_id), error_to_plain(RequestRefusedError(f"this is no turn: {error}")))
                 return
-            known = self.turns[turn_id] = DirectTurn(self, turn_id, ahead_at)
+            known = self.turns[turn_id] = DirectTurn(self, turn_id, turn, ahead)
             self.num_turns += 1
             task = self._tasks[turn_id] = self._spawn(self._run(turn, known))
             task.add_done_callback(lambda _: self._forget(turn_id))
-            if ahead_at is not None:
+            if ahead is not None:
                 self._spawn(known.stop_ahead())  # tasks begin in order: the pool has seen the turn by then
 
     async def _run(self, turn: Turn, source: DirectTurn) -> None:

@@ -108,7 +108,7 @@ def test_numbers_that_are_none_become_null() -> None:
         ("{", "ROSE_SGLANG_SETTINGS is not JSON"),
         ("[]", "ROSE_SGLANG_SETTINGS is a JSON object, not list"),
         ('{"rolle": "alone"}', "rolle"),
-        ('{"device": {"kind": "cuda", "path": "/p"}}', "set it to 'sleep'"),
+        ('{"device": {"kind": "cuda", "path": "/p", "memory": "kvcached"}}', "set it to 'sleep'"),
         (
             '{"role": "serving", "device": {"kind": "host", "path": "/p"}, "ledger": "/l", "admission": {"role": "decode"}}',
             "a disaggregated SGLang is not co-served",

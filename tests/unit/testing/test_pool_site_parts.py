@@ -397,11 +397,12 @@ def test_the_reaper_acts_when_its_site_is_killed(tmp_path: Path) -> None:
 
 STAND_IN = """\
 #!{python}
-import json, sys, time
+import json, os, sys, time
 READY = {{"url": "http://127.0.0.1:1", "engines": {{"own0": {{"pid": 1, "kind": "dedicated"}}}}, "store": {{"name": "memory"}}, "start_s": 1.5}}
 def say(answer):
     print(json.dumps(answer), flush=True)
-sys.stderr.write(" ".join(sys.argv[1:]) + "\\n")
+sys.stderr.write(" ".join(sys.argv[1:]) + f"\\npid {{os.getpid()}}\\n")
+sys.stderr.flush()
 {begin}
 say(READY)
 for line in sys.stdin:
@@ -487,6 +488,8 @@ def test_a_start_that_fails_says_why_and_leaves_no_process(
     timeout_s = 0.5 if error is DeadlineExceededError else 60.0
     with pytest.raises(error, match=message):
         PoolSite.start(tmp_path, python=stand_in(begin), log=tmp_path / "log", timeout_s=timeout_s)
+    pid = int((tmp_path / "log").read_text().partition("pid ")[2].split()[0])
+    assert not process_start(pid), "it was ended, and waited for"
 
 
 def test_where_the_engines_python_is(tmp_path: Path) -> None:

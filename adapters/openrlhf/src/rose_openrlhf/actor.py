@@ -1,0 +1,156 @@
+"""The front as a Ray actor: what it is given, and how its parts are opened in its process."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import logging
+from typing import Any
+
+import attrs
+
+from rose.errors import ConfigError
+from rose.frameworks import PoolPlace, PushReport, StreamedTrainer, WeightPush
+from rose_openrlhf.broadcast import BroadcastMember
+from rose_openrlhf.checkpoint import initial_weights
+from rose_openrlhf.flags import Options
+from rose_openrlhf.front import PoolFront
+from rose_openrlhf.turns import TurnLimits, TurnRunner
+from rose_openrlhf.weights import WeightInlet
+
+_logger = logging.getLogger(__name__)
+
+
+@attrs.frozen(kw_only=True)
+class FrontSettings:
+    """All that a front needs to know; plain data, sent to its process.
+
+    Attributes:
+        place: The pool.
+        options: The launcher's flags.
+        run: Name of this launch.
+        model: ``--actor.model_name_or_path``.
+        param_dtype: ``--ds.param_dtype``.
+        max_model_len: ``--data.max_len``.
+        agent_func_path: ``--train.agent_func_path``.
+        remote_rm_url: ``--reward.remote_url``, split.
+        device: Where the broadcast group wants tensors: ``cpu`` or ``cuda:0``.
+    """
+
+    place: PoolPlace
+    options: Options
+    run: str
+    model: str
+    param_dtype: str
+    max_model_len: int
+    agent_func_path: str | None
+    remote_rm_url: Any
+    device: str
+
+
+class FrontActor(PoolFront):
+    """``PoolFront`` in a process of its own. ``open`` comes before all other calls."""
+
+    def __init__(self, settings: FrontSettings) -> None:  # the front's own parts exist after open
+        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)-8s %(name)s: %(message)s")
+        self._settings = settings
+        self._newest: int | None = None
+        self._ending = asyncio.Event()
+        self._connected: asyncio.Task[None] | None = None
+        self._push: WeightPush | None = None
+
+    async def open(self) -> int | None:
+        """Connect, load the executor, publish the checkpoint. Returns the number of the version that the engines have, if any.
+
+        Raises:
+            RoseError: The pool cannot be reached or keeps no store, or no engine can hold the weights.
+        """
+        settings, options = self._settings, self._settings.options
+        pool = await self._connect()
+        limits = TurnLimits(deadline_s=options.turn_deadline_s, retry_s=options.retry_s)
+        trainer = StreamedTrainer(dtype=options.weights_dtype)
+        push = self._push = WeightPush(
+            settings.place,
+            trainer=trainer,
+            run=settings.run,
+            publish_timeout_s=options.publish_timeout_s,
+            sync_timeout_s=options.sync_timeout_s,
+        )
+        super().__init__(
+            run=settings.run,
+            runner=TurnRunner(generate=pool.generate, limits=limits, version=lambda: self._newest),
+            inlet=WeightInlet(copy=trainer, push=push, retry_s=options.retry_s, announce=self._note),
+            member=BroadcastMember(device=settings.device),
+            executor=await asyncio.to_thread(_load_executor, settings),
+            load_tokenizer=lambda: _load_tokenizer(settings.model),
+            max_model_len=settings.max_model_len,
+            hold_s=options.hold_s,
+        )
+        if options.initial_weights == "publish":
+            check_first(await self.inlet.take_all(initial_weights(settings.model, settings.param_dtype)))
+        return self._newest
+
+    async def close(self) -> None:
+        """Leave the pool and the store. Without it both end with the process."""
+        self._ending.set()
+        if self._connected is not None:
+            await asyncio.gather(self._connected, return_exceptions=True)
+        if self._push is not None:
+            self._push.close()
+
+    async def _connect(self) -> Any:
+        """Connect in a task that lives until ``close``: a connection is left in the task that opened it."""
+        opened: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+
+        async def hold() -> None:
+            async with self._settings.place.connect() as pool:
+                opened.set_result(pool)
+                await self._ending.wait()
+
+        self._connected = asyncio.create_task(hold())
+        await asyncio.wait({opened, self._connected}, return_when=asyncio.FIRST_COMPLETED)
+        if not opened.done():
+            self._connected.result()  # raises why not
+        return opened.result()
+
+    def _note(self, report: PushReport) -> None:
+        self._newest = report.version.n
+        _logger.info("%s", describe(report))
+
+
+def describe(report: PushReport) -> str:
+    """Return one line about a push."""
+    if report.sync is None:
+        return f"weights {report.version}: published; {report.problem or 'the engines fetch them'}"
+    left_out = ", ".join(f"{engine_id} ({type(error).__name__})" for engine_id, error in report.errors.items())
+    took = len(report.sync.activations) + len(report.sync.unchanged)
+    return f"weights {report.version}: {took} engines have them" + (f"; not {left_out}" if left_out else "")
+
+
+def check_first(report: PushReport) -> None:
+    """Check that the checkpoint reached an engine.
+
+    Raises:
+        ConfigError: No engine could take it; the message has the first engine's own words.
+    """
+    if report.sync is None or report.sync.activations or report.sync.unchanged or not report.errors:
+        return
+    engine_id, error = next(iter(report.errors.items()))
+    message = (
+        f"no engine of the pool can hold the weights of --actor.model_name_or_path; engine {engine_id} says: {error}. The pool's engines must run the "
+        "same model; where they hold another dtype give --rose.weights_dtype"
+    )
+    raise ConfigError(message)
+
+
+def _load_executor(settings: FrontSettings) -> Any:
+    if settings.agent_func_path:
+        engine = importlib.import_module("openrlhf.trainer.ray.vllm_engine")
+        return engine._load_agent_executor(settings.agent_func_path)  # noqa: SLF001 - there is no other way to load one as OpenRLHF does
+    return importlib.import_module("openrlhf.utils.agent").SingleTurnAgentExecutor(settings.remote_rm_url)
+
+
+def _load_tokenizer(path: str) -> Any:
+    from transformers import AutoTokenizer  # noqa: PLC0415 - heavy
+
+    return AutoTokenizer.from_pretrained(path, trust_remote_code=True)

@@ -1,0 +1,1 @@
+"""Process groups outside ``torch.distributed``'s default one."""

@@ -1,0 +1,8 @@
+"""Small things."""
+
+import uuid
+
+
+def random_uuid() -> str:
+    """Return a fresh name."""
+    return uuid.uuid4().hex

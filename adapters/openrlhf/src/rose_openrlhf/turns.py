@@ -1,0 +1,232 @@
+"""One call of ``generate`` as turns of the pool, until there is a whole answer or a clear error.
+
+Invariants:
+
+* Tokens that were made are kept: after an error that may pass, the next try goes on behind them, within the same budget of tokens.
+* An answer that must have ``min_tokens`` 1 and begins with its end is drawn again, which gives exactly the draw with that token forbidden; a greedy
+  one, which would come out the same, is kept.
+* What ends a call early is raised once, with what to do; a sample is never replaced by an empty one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import itertools
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import attrs
+
+from rose.errors import (
+    EngineLostError,
+    NoEngineError,
+    RequestRefusedError,
+    RoseError,
+    TransportError,
+    TurnFailedError,
+    VersionUnavailableError,
+)
+from rose.types import AnyVersion, AtLeast, FinishReason, Sampling, Turn, TurnResult, VersionConstraint, VersionSpan
+from rose_openrlhf.sampling import Request
+
+_logger = logging.getLogger(__name__)
+_MAX_REDRAWS = 64
+_DRAWN_ABOVE = 0.5  # temperatures
+_IMPROBABLE = -20.0
+_FIRST_REST_S, _LONGEST_REST_S = 1.0, 15.0
+
+
+@attrs.define
+class Trajectory:
+    """One call of an executor: its names at the pool, the tokenizer that it came with, and what its turns ran on.
+
+    Attributes:
+        trajectory_id: The same for all its turns, so that they stay with one engine while that is best.
+        group_id: The prompt's; the samples of a prompt share it.
+        tokenizer: OpenRLHF's, or ``None``.
+        drawn: The tokens that were drawn, of all its turns; empty once a turn was greedy, or nearly.
+        log_prob: The log of the probability of drawing these; 0 where no log-probs were asked for.
+    """
+
+    trajectory_id: str
+    group_id: str
+    tokenizer: Any = None
+    drawn: tuple[int, ...] = ()
+    log_prob: float = 0.0
+    _is_drawn: bool = True
+    _oldest: int | None = None
+    _newest: int | None = None
+    _num_hops: int = 0
+
+    def note(self, result: TurnResult, *, temperature: float = 1.0) -> None:
+        """Count a turn's versions and moves."""
+        self._is_drawn = self._is_drawn and temperature >= _DRAWN_ABOVE
+        self.drawn = (*self.drawn, *result.token_ids) if self._is_drawn else ()
+        self.log_prob += sum(result.logprobs)
+        numbers = [span.version.n for span in result.versions]
+        if numbers:
+            self._oldest = min(numbers if self._oldest is None else [*numbers, self._oldest])
+            self._newest = max(numbers if self._newest is None else [*numbers, self._newest])
+        self._num_hops += len(result.hops)
+
+    def notes(self) -> dict[str, float]:
+        """Return what is logged of it: the oldest and the newest version (-1: not known), and engines asked, the first included."""
+        oldest, newest = (-1 if value is None else value for value in (self._oldest, self._newest))
+        return {
+            "rose_version_min": float(oldest),
+            "rose_version_max": float(newest),
+            "rose_hops": float(self._num_hops),
+        }
+
+
+current: contextvars.ContextVar[Trajectory | None] = contextvars.ContextVar("rose_openrlhf_trajectory", default=None)
+"""The trajectory in whose executor this code runs."""
+
+
+@attrs.frozen(kw_only=True)
+class TurnLimits:
+    """How long a call may take.
+
+    Attributes:
+        deadline_s: Of one turn at the pool.
+        retry_s: How long errors that may pass are tried again.
+    """
+
+    deadline_s: float
+    retry_s: float
+
+
+@attrs.define
+class TurnRunner:
+    """Runs turns at a pool.
+
+    Args:
+        generate: The pool's.
+        limits: How long.
+        version: Returns the number of the newest weights that the pool was brought to, ``None`` before the first.
+        rest: Waits; tests give their own.
+    """
+
+    generate: Callable[[Turn], Awaitable[TurnResult]]
+    limits: TurnLimits
+    version: Callable[[], int | None]
+    rest: Callable[[float], Awaitable[None]] = asyncio.sleep
+    clock: Callable[[], float] = time.monotonic
+
+    async def run(self, trajectory: Trajectory, prompt_ids: list[int], request: Request) -> TurnResult:
+        """Return one whole answer.
+
+        Raises:
+            RoseError: The pool could not give it; the message says what was tried and what to do.
+        """
+        result = await self._drawn(trajectory, prompt_ids, request)
+        if request.text.min_tokens and len(result.token_ids) == 1 and result.token_ids[0] in request.text.stop_ids:
+            result = await self._whole(trajectory, prompt_ids, request.sampling, [result])
+        trajectory.note(result, temperature=request.sampling.temperature)
+        return result
+
+    async def _drawn(self, trajectory: Trajectory, prompt_ids: list[int], request: Request) -> TurnResult:
+        sampling = request.sampling
+        for number in range(_MAX_REDRAWS):
+            seed = None if sampling.seed is None else sampling.seed + number
+            result = await self._whole(trajectory, prompt_ids, attrs.evolve(sampling, seed=seed), [])
+            if not request.text.min_tokens or not _is_barren(result, request) or sampling.temperature == 0:
+                return result
+        _logger.warning("trajectory %s: %d draws in a row began with their end", trajectory.trajectory_id, _MAX_REDRAWS)
+        return await self._whole(trajectory, prompt_ids, sampling, [])
+
+    async def _whole(
+        self, trajectory: Trajectory, prompt_ids: list[int], sampling: Sampling, parts: list[TurnResult]
+    ) -> TurnResult:
+        """Return ``parts`` and what comes behind them, as one answer."""
+        give_up_s = self.clock() + self.limits.retry_s
+        for number in itertools.count():
+            made = [token for part in parts for token in part.token_ids]
+            if len(made) >= sampling.max_tokens:
+                return attrs.evolve(join(parts), finish_reason=FinishReason.LENGTH)
+            turn = self._turn(trajectory, prompt_ids + made, _rest_of(sampling, len(made)))
+            try:
+                return join([*parts, await self.generate(turn)])
+            except RoseError as error:
+                if error.partial is not None:
+                    parts.append(error.partial)
+                rest_s = min(_FIRST_REST_S * 2 ** min(number, 10), _LONGEST_REST_S)
+                if not is_passing(error) or self.clock() + rest_s > give_up_s:
+                    raise TurnFailedError(_story(error, trajectory, number + 1), getattr(error, "hops", ())) from error
+                _logger.warning("turn of %s: %s; trying again in %.0f s", trajectory.trajectory_id, error, rest_s)
+                await self.rest(rest_s)
+        raise AssertionError  # itertools.count does not end
+
+    def _turn(self, trajectory: Trajectory, prompt_ids: list[int], sampling: Sampling) -> Turn:
+        newest = self.version()
+        versions: VersionConstraint = AnyVersion() if newest is None else AtLeast(newest)
+        return Turn(
+            trajectory_id=trajectory.trajectory_id,
+            group_id=trajectory.group_id,
+            prompt_ids=tuple(prompt_ids),
+            sampling=sampling,
+            versions=versions,
+            deadline_s=self.limits.deadline_s,
+        )
+
+
+def _rest_of(sampling: Sampling, num_made: int) -> Sampling:
+    """Return what is left to draw; a seed moves on, as the pool moves it on between engines."""
+    seed = None if sampling.seed is None else sampling.seed + num_made
+    return attrs.evolve(sampling, max_tokens=sampling.max_tokens - num_made, seed=seed)
+
+
+def twins(trajectories: Sequence[Trajectory]) -> Trajectory | None:
+    """Return a trajectory that drew what another did although that is next to impossible: engines share a sampler's seed then."""
+    seen: set[tuple[int, ...]] = set()
+    for one in trajectories:
+        if one.drawn and one.drawn in seen and one.log_prob < _IMPROBABLE:
+            return one
+        seen.add(one.drawn)
+    return None
+
+
+def _is_barren(result: TurnResult, request: Request) -> bool:
+    """Tell whether the answer's first token is its end, which ``min_tokens`` 1 forbids."""
+    ids = result.token_ids
+    return result.finish_reason is FinishReason.STOP and (
+        not ids or (len(ids) == 1 and ids[0] not in request.text.stop_ids)
+    )
+
+
+def is_passing(error: RoseError) -> bool:
+    """Tell whether another try may do better: the pool was out of reach or short of engines, not the turn wrong."""
+    if isinstance(error, VersionUnavailableError):
+        return error.is_retryable
+    if isinstance(error, RequestRefusedError):
+        return False
+    return isinstance(error, TransportError | NoEngineError | EngineLostError)
+
+
+def join(parts: list[TurnResult]) -> TurnResult:
+    """Return the parts of one answer as one result; the last one says how it ended."""
+    if len(parts) == 1:
+        return parts[0]
+    spans: list[VersionSpan] = []
+    start = 0
+    for part in parts:
+        spans += [attrs.evolve(span, start=span.start + start, end=span.end + start) for span in part.versions]
+        start += len(part.token_ids)
+    return TurnResult(
+        token_ids=tuple(token for part in parts for token in part.token_ids),
+        logprobs=tuple(value for part in parts for value in part.logprobs),
+        finish_reason=parts[-1].finish_reason,
+        versions=tuple(spans),
+        hops=tuple(hop for part in parts for hop in part.hops),
+    )
+
+
+def _story(error: RoseError, trajectory: Trajectory, num_tries: int) -> str:
+    return (
+        f"no answer for trajectory {trajectory.trajectory_id} after {num_tries} tries ({type(error).__name__}: {error}). "
+        "The pool moves turns between engines by itself, so this is what is left when none can help: look at GET /v1/pool; "
+        "--rose.retry_s and --rose.turn_deadline_s say how long a turn is tried"
+    )

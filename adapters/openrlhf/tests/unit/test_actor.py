@@ -1,0 +1,181 @@
+"""The front over a pool's service: connection, store and publishers are real, engines are not."""
+
+import asyncio
+import contextlib
+
+import pytest
+import torch
+
+from doubles import openrlhf_params
+from harness import make_model
+from rose import RolloutPool
+from rose.backends.memory import MemoryTransport
+from rose.errors import ConfigError, TransportError
+from rose.frameworks import PoolPlace
+from rose.hosts.http.pool_service import PoolService, serve_pool
+from rose.pool.store_offer import StoreOffer
+from rose.testing import FakeEngine, Fault, FaultKind
+from rose.transfer.export import export_version
+from rose.types import EngineId
+from rose_openrlhf import workers
+from rose_openrlhf.actor import FrontActor, FrontSettings, check_first, describe
+from rose_openrlhf.flags import Options
+
+workers.set_up()
+
+
+@contextlib.asynccontextmanager
+async def pool_of(*engines, has_store=True):
+    store = MemoryTransport()
+    with contextlib.closing(store):
+        offer = StoreOffer(address=store.serve()) if has_store else None
+        async with RolloutPool(engines) as pool, serve_pool(PoolService(pool, name="m", store=offer)) as url:
+            yield url, pool, store
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("actor") / "model")
+
+
+OPEN = []
+
+
+@pytest.fixture(autouse=True)
+async def closing():
+    yield
+    for one in OPEN:
+        await one.close()
+    OPEN.clear()
+
+
+def front(url, model, **options):
+    OPEN.append(make_front(url, model, **options))
+    return OPEN[-1]
+
+
+def make_front(url, model, **options):
+    return FrontActor(
+        FrontSettings(
+            place=PoolPlace(url=url),
+            options=Options(**{"retry_s": 0.5, "sync_timeout_s": 20.0, **options}),
+            run="openrlhf-test",
+            model=str(model),
+            param_dtype="bf16",
+            max_model_len=96,
+            agent_func_path=None,
+            remote_rm_url=None,
+            device="cpu",
+        )
+    )
+
+
+class Sender:
+    """A group that hands over what the trainer sends."""
+
+    def __init__(self, tensors):
+        self.left = list(tensors)
+
+    def receive(self, dtype, shape):
+        tensor = self.left.pop(0)
+        assert (tensor.dtype, tuple(tensor.shape)) == (dtype, tuple(shape))
+        return tensor
+
+
+def parameters(model):
+    from transformers import AutoModelForCausalLM
+
+    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
+    return {name: value.detach() for name, value in loaded.named_parameters()}
+
+
+async def sync(one, tensors):
+    one.member = Sender(tensors.values())
+    for number, (name, tensor) in enumerate(tensors.items(), 1):
+        await one.update_weight(name, tensor.dtype, tensor.shape, empty_cache=number == len(tensors))
+
+
+async def published(store, folder):
+    from safetensors.torch import load_file
+
+    report = await asyncio.to_thread(export_version, store, folder)
+    return report.version.n, {name: value for file in report.files for name, value in load_file(folder / file).items()}
+
+
+async def test_the_checkpoint_is_version_0_and_syncs_follow(model, tmp_path):
+    async with pool_of(FakeEngine(engine_id=EngineId("e0"))) as (url, pool, store):
+        one = front(url, model)
+        assert await one.open() == 0
+        weights = parameters(model)
+        number, found = await published(store, tmp_path / "0")
+        assert number == 0
+        assert all(found[name].equal(value) for name, value in weights.items())
+        assert set(found) == set(weights)  # the names of a sync
+        await sync(one, weights)  # nothing changed
+        assert str(pool.snapshot().version) == "openrlhf-test:1"
+        changed = {name: value + 1 for name, value in weights.items()}
+        await sync(one, changed)
+        number, found = await published(store, tmp_path / "2")
+        assert number == 2
+        assert all(found[name].equal(value) for name, value in changed.items())
+        answer = await one.generate([5, 6], openrlhf_params(max_tokens=4))
+        assert [str(span.version) for span in answer.rose.versions] == ["openrlhf-test:2"]
+        assert one.runner.version() == 2  # what turns ask for at least
+
+
+async def test_an_engine_that_fails_an_update_is_left_out_and_the_job_goes_on(model):
+    engines = (
+        FakeEngine(engine_id=EngineId("e0")),
+        FakeEngine(engine_id=EngineId("e1"), faults=(Fault(kind=FaultKind.FENCE, request_index=1),)),
+    )
+    async with pool_of(*engines) as (url, _, __):
+        one = front(url, model)
+        await one.open()
+        await sync(one, parameters(model))
+        answers = [await one.generate([5, 6], openrlhf_params(max_tokens=4)) for _ in range(4)]
+        assert {hop.engine_id for answer in answers for hop in answer.rose.hops} == {"e0"}
+
+
+async def test_weights_may_be_cast(model, tmp_path):
+    async with pool_of(FakeEngine(engine_id=EngineId("e0"))) as (url, _, store):
+        await front(url, model, weights_dtype="float32").open()
+        _, found = await published(store, tmp_path / "0")
+        assert {value.dtype for value in found.values()} == {torch.float32}
+
+
+async def test_a_checkpoint_that_engines_have_is_not_sent(model):
+    async with pool_of(FakeEngine(engine_id=EngineId("e0"))) as (url, pool, _):
+        one = front(url, model, initial_weights="skip")
+        assert await one.open() is None
+        answer = await one.generate([5, 6], openrlhf_params(max_tokens=4))
+        assert len(answer.outputs[0].token_ids) == 4
+        assert pool.snapshot().version is None
+
+
+async def test_what_a_front_needs_is_asked_for_at_once(model):
+    async with pool_of(FakeEngine(engine_id=EngineId("e0")), has_store=False) as (url, _, __):
+        with pytest.raises(ConfigError, match="keeper"):
+            await front(url, model).open()
+
+
+async def test_no_engine_that_can_hold_the_weights_ends_the_job_before_it_begins(model):
+    broken = FakeEngine(engine_id=EngineId("e0"), faults=(Fault(kind=FaultKind.FENCE, request_index=0),))
+    async with pool_of(broken) as (url, _, __):
+        with pytest.raises(ConfigError, match=r"engine e0 says: .* --rose\.weights_dtype"):
+            await front(url, model).open()
+
+
+def test_a_line_a_push():
+    from types import SimpleNamespace
+
+    late = SimpleNamespace(version="r:1", sync=None, problem="not after 3 s", errors={})
+    assert describe(late) == "weights r:1: published; not after 3 s"
+    check_first(late)  # engines that are slow may still come
+    done = SimpleNamespace(
+        version="r:1",
+        sync=SimpleNamespace(activations={"a": 1}, unchanged=()),
+        problem="",
+        errors={"b": TransportError("x")},
+    )
+    assert describe(done) == "weights r:1: 1 engines have them; not b (TransportError)"
+    check_first(done)

@@ -1,0 +1,8 @@
+"""Double: signatures and field names of ROLL at 8eb27cc2dc34, by tests/make_doubles.py. Do not edit."""
+# ruff: noqa
+# fmt: off
+# mypy: ignore-errors
+
+
+def state_offload_manger(strategy, metrics, metric_infix, is_offload_states=True, load_kwargs=None):
+    raise NotImplementedError('state_offload_manger')

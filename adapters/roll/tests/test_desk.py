@@ -1,0 +1,86 @@
+"""Requests over a pool of our own writing, and the options and versions behind them."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rose.errors import ConfigError
+from rose.types import AnyVersion, AtLeast, FinishReason, Sampling, Turn, TurnResult, VersionSpan, WeightVersion
+from rose_roll.desk import Desk, Request
+from rose_roll.options import RoseOptions, wire_dtype
+from rose_roll.versions import Versions, ends_of, spans_of
+
+
+class Pool:
+    """Notes turns, and is at a version."""
+
+    def __init__(self) -> None:
+        self.version: WeightVersion | None = None
+        self.turns: list[Turn] = []
+
+    async def snapshot(self) -> Any:
+        return SimpleNamespace(version=self.version)
+
+    async def generate(self, turn: Turn) -> TurnResult:
+        self.turns.append(turn)
+        return TurnResult(token_ids=(3,), logprobs=(-1.0,), finish_reason=FinishReason.STOP, versions=(), hops=())
+
+
+REQUEST = Request(request_id="r", trajectory_id="t", group_id="g", prompt_ids=(1, 2), sampling=Sampling(max_tokens=4))
+
+
+async def test_turns_ask_for_the_newest_weights_that_are_known() -> None:
+    pool, now = Pool(), [0.0]
+    versions = Versions(refresh_s=2.0, clock=lambda: now[0])
+    desk = Desk(pool, options=RoseOptions(deadline_s=7.0), versions=versions)
+    await desk.run(REQUEST)
+    pool.version = WeightVersion("r", 4)
+    await desk.run(REQUEST)
+    now[0] = 3.0
+    await desk.run(REQUEST)
+    pool.version = WeightVersion("r", 5)
+    await desk.read_version(step=9)
+    await desk.run(REQUEST)
+    assert [turn.versions for turn in pool.turns] == [AnyVersion(), AnyVersion(), AtLeast(4), AtLeast(5)]
+    assert {turn.deadline_s for turn in pool.turns} == {7.0}
+    assert versions.step_of(WeightVersion("r", 5)) == 9
+    assert versions.step_of(WeightVersion("r", 4)) is None
+
+
+def test_a_version_keeps_the_step_that_it_was_first_seen_in() -> None:
+    versions = Versions()
+    version = WeightVersion("r", 1)
+    versions.note(version, 3)
+    versions.note(version, 4)
+    span = VersionSpan(version=version, start=0, end=2)
+    result = TurnResult(token_ids=(1, 2), logprobs=(), finish_reason=FinishReason.STOP, versions=(span,), hops=())
+    assert spans_of(result, versions, offset=5) == [{"start": 5, "end": 7, "version": "r:1", "step": 3}]
+
+
+def test_the_ends_of_spans_are_by_number() -> None:
+    assert ends_of([{"version": f"r:{n}"} for n in (10, 9, 11)]) == ("r:9", "r:11")
+    assert ends_of([]) == (None, None)
+
+
+def test_options_come_from_the_environment_and_are_overridden() -> None:
+    environ = {"ROSE_ROLL": json.dumps({"deadline_s": 5, "retry_s": 2}), "ROSE_POOL": "http://h:1"}
+    options = RoseOptions.of({"deadline_s": 9.0}, environ)
+    assert (options.deadline_s, options.retry_s) == (9.0, 2)
+    assert options.place(environ).url == "http://h:1"
+    assert RoseOptions.of({"pool": "http://other:2"}, environ).place(environ).url == "http://other:2"
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", '{"deadline": 3}', '{"deadline_s": 0}', '{"on_suspend": "stop"}'])
+def test_options_that_are_wrong_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"ROSE_ROLL|deadline|on_suspend"):
+        RoseOptions.of(environ={"ROSE_ROLL": text})
+
+
+def test_weights_travel_as_what_the_engines_hold() -> None:
+    assert wire_dtype(RoseOptions(), SimpleNamespace(dtype="fp32")) == "float32"
+    assert wire_dtype(RoseOptions(), SimpleNamespace(dtype=None)) == "bfloat16"
+    assert wire_dtype(RoseOptions(wire_dtype="float16"), SimpleNamespace(dtype="bf16")) == "float16"

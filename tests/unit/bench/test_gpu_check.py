@@ -1,0 +1,256 @@
+"""The check for GPUs, rehearsed on the CPU: its parts run, find what is wrong, and are never taken for results of a GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import attrs
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from rose.backends.torch_weights.sink import DeviceSink
+from rose.bench.gpu_check import deltas, memory, page, runner, turns
+from rose.bench.gpu_check.one import outcome_of
+from rose.bench.gpu_check.outcome import FAILED, NOT_RUN, PASSED, Figure, Outcome
+from rose.bench.gpu_check.part import Bench, MismatchError, Part
+from rose.bench.gpu_check.parts import bench_on, parts
+from rose.errors import ConfigError
+
+ROOT = Path(__file__).parents[3]
+ALL = {one.name: one for one in parts()}
+NEED_A_GPU = {"nccl-refusal", "memory-kvcached", "memory-vllm"}
+
+
+def bench() -> Bench:
+    return bench_on("cpu", is_quick=True)
+
+
+@pytest.mark.parametrize("name", [name for name in ALL if name not in NEED_A_GPU | {"delta-triton"}])
+def test_a_part_runs_over_the_cpu(name: str) -> None:
+    outcome = outcome_of(ALL[name], bench())
+    assert (outcome.status, outcome.reason) == (PASSED, "")
+    assert outcome.figures
+    assert Outcome.from_json(json.loads(json.dumps(outcome.to_json()))) == attrs.evolve(
+        outcome, figures=list(outcome.figures)
+    )
+
+
+@pytest.mark.parametrize("name", sorted(NEED_A_GPU | {"delta-triton"}))
+def test_a_part_that_cannot_run_says_why(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    outcome = outcome_of(ALL[name], bench())
+    assert outcome.status == NOT_RUN
+    assert "needs a GPU" in outcome.reason or "not installed: triton" in outcome.reason
+    assert not outcome.figures
+
+
+def test_without_a_gpu_one_clear_line_and_no_record(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert runner.main([]) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("gpu-check: no GPU here (torch ")
+    assert line.endswith("nothing was run and nothing is recorded")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("path", [None, "gpu-cpu.json"])
+def test_a_rehearsal_gets_no_place_among_results(path: str | None, tmp_path: Path) -> None:
+    where = [] if path is None else ["--out", str(tmp_path / path)]
+    assert runner.main(["--device", "cpu", "--quick", *where]) == 2
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_script_runs_parts_in_processes_of_their_own(tmp_path: Path) -> None:
+    out = tmp_path / "rehearsal.json"
+    command = [sys.executable, "tools/gpu_check.py", "--device", "cpu", "--quick", "--out", str(out)]
+    done = subprocess.run(
+        [*command, "--only", "copies", "publish", "memory-vllm"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": "src"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    document = json.loads(out.read_text())
+    assert document["is_rehearsal"] is document["is_quick"] is True
+    assert [(part["name"], part["status"]) for part in document["parts"]] == [
+        ("copies", PASSED),
+        ("publish", PASSED),
+        ("memory-vllm", NOT_RUN),
+    ]
+    assert {"torch", "numpy"} <= document["versions"].keys()
+    assert document["commit"]
+
+
+def test_a_part_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    arguments = ["--device", "cpu", "--out", str(tmp_path / "x.json"), "--only", "copies", "speed"]
+    assert runner.main(arguments) == 2
+    assert "there is no part speed, only copies, delta-torch" in capsys.readouterr().out
+
+
+def test_a_process_that_dies_or_hangs_costs_its_part_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    run_one = runner._isolated("cpu", is_quick=True)
+    outcome = run_one("no such part", "shows nothing", 0.0, 60.0)
+    assert (outcome.status, outcome.reason) == (FAILED, "its process ended with exit code 1, without a word")
+
+    def hanging(command: Sequence[str], *, timeout: float, check: bool) -> Any:
+        raise subprocess.TimeoutExpired(list(command), timeout)
+
+    monkeypatch.setattr(subprocess, "run", hanging)
+    assert run_one("copies", "shows", 0.0, 5.0).reason == "it had not ended after 5 s"
+
+
+def test_the_whole_check_has_a_limit(capsys: pytest.CaptureFixture[str]) -> None:
+    now = [0.0]
+    given: list[tuple[str, float, float]] = []
+
+    def run_one(name: str, shows: str, copy_gb_s: float, limit_s: float) -> Outcome:
+        given.append((name, copy_gb_s, limit_s))
+        now[0] += 100.0
+        figures = [Figure(name="copy within the device", value=7.0, unit="GB/s")] if name == "a" else []
+        return Outcome(name=name, shows=shows, status=PASSED, figures=figures)
+
+    wanted = dict.fromkeys("abcd", "x")
+    outcomes = runner.run_parts(wanted, run_one, limit_s=310.0, clock=lambda: now[0])
+    assert given == [("a", 0.0, 150.0), ("b", 7.0, 150.0), ("c", 7.0, 110.0)]
+    assert outcomes[3].reason == "the check had taken 300 s by then"
+    assert "a                passed" in capsys.readouterr().out
+
+
+class Broken(Part):
+    name, shows = "broken", "nothing"
+
+    def run(self, bench: Bench) -> Sequence[Figure]:
+        message = "bits differ"
+        raise MismatchError(message)
+
+
+def test_a_part_that_fails_is_recorded(capsys: pytest.CaptureFixture[str]) -> None:
+    outcome = outcome_of(Broken(), bench())
+    assert (outcome.status, outcome.reason) == (FAILED, "MismatchError: bits differ")
+    assert "bits differ" in capsys.readouterr().err
+
+
+def test_a_wrong_byte_fails_the_delta_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = deltas.DeviceComparer.compare
+
+    def wrong(self: Any, cells: Any, *, is_overwrite: bool) -> Any:
+        for one in real(self, cells, is_overwrite=is_overwrite):
+            streams = one.streams
+            if streams is None or streams.num_changed < 2:
+                yield one
+                continue
+            codes = bytes(streams.codes)
+            yield attrs.evolve(one, streams=attrs.evolve(streams, codes=bytes([codes[0] ^ 1]) + codes[1:]))
+
+    monkeypatch.setattr(deltas.DeviceComparer, "compare", wrong)
+    assert "is not coded as on the CPU" in outcome_of(ALL["delta-torch"], bench()).reason
+    assert "the blobs differ" in outcome_of(ALL["publish"], bench()).reason
+
+
+def test_a_write_that_did_not_arrive_fails_the_scatter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DeviceSink, "write_sparse", lambda *args: None)
+    assert "not the bits that were written: qkv" in outcome_of(ALL["scatter"], bench()).reason
+
+
+def test_two_turns_at_once_fail() -> None:
+    mine = np.array([[0.0, 0.0, 1.0], [1.0, 3.0, 4.0]])
+    theirs = np.array([[0.5, 1.001, 2.5]])
+    assert turns._handovers([mine, theirs]).tolist() == [pytest.approx(1000.0), pytest.approx(5e5)]
+    theirs[0, 1] = 0.9
+    with pytest.raises(MismatchError, match="two processes had the turn at once, for 100000 us"):
+        turns._handovers([mine, theirs])
+    with pytest.raises(MismatchError, match="neither process ever waited"):
+        turns._handovers([mine, np.array([[10.0, 10.0, 11.0]])])
+
+
+class Card:
+    """How much of a card is free, and pools of kvcached and vLLM that take and give it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.free = 10 * memory._GIB
+        self.limits: list[int] = []
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (self.free, 0))
+        monkeypatch.setattr(Bench, "wait", lambda one: None)
+
+    def limit(self, num_bytes: int) -> None:
+        self.limits.append(num_bytes)
+        if num_bytes == memory._GIB:
+            self.free += memory._GIB
+
+    def alloc(self, num: int) -> list[int]:
+        self.free -= 2 * memory._GIB if not self.limits else memory._GIB
+        return [num]
+
+
+def test_kv_memory_must_really_leave_and_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    card = Card(monkeypatch)
+    manager = SimpleNamespace(available_size=lambda: 5, alloc=card.alloc, free=lambda blocks: None)
+    monkeypatch.setattr(memory, "_kvcached_pool", lambda device: manager)
+    monkeypatch.setattr(memory, "KvLimiter", SimpleNamespace(open=lambda: card))
+    figures = ALL["memory-kvcached"].run(bench())
+    assert [one.is_met for one in figures] == [True, None]
+    assert card.limits == [2 * memory._GIB, memory._GIB, 2 * memory._GIB]
+    monkeypatch.setattr(memory, "_WAIT_S", 0.01)
+    card.limit = lambda num_bytes: None  # type: ignore[method-assign]
+    with pytest.raises(MismatchError, match="bytes of the card were free"):
+        ALL["memory-kvcached"].run(bench())
+
+
+def test_the_page_is_what_the_records_say() -> None:
+    shows = {one.name: one.shows for one in parts()}
+    expected = page.page(shows, page.records(ROOT / runner.RESULTS))
+    assert (ROOT / page.PAGE).read_text() == expected, "make it anew: PYTHONPATH=src python tools/gpu_check.py --page"
+    assert page.WITHOUT_A_GPU.keys() == shows.keys()
+
+
+def record(**options: Any) -> dict[str, Any]:
+    figure = Figure.at_least("rate", 0.25, "", 0.5)
+    outcomes = [
+        Outcome(name="copies", shows="c", status=PASSED, figures=[Figure(name="copy", value=2000.0, unit="GB/s")]),
+        Outcome(name="delta-torch", shows="d", status=PASSED, figures=[figure]),
+        Outcome(name="scatter", shows="s", status=FAILED, reason="MismatchError: bits"),
+        Outcome(name="memory-vllm", shows="m", status=NOT_RUN, reason="not installed: vllm"),
+    ]
+    card = {"name": "NVIDIA H200", "type": "cuda", "cuda": "13.0"}
+    return {**runner._document(card, outcomes, is_quick=False, is_rehearsal=False), **options}
+
+
+def test_a_record_changes_the_page() -> None:
+    shows = dict.fromkeys(("copies", "delta-torch", "scatter", "memory-vllm", "nccl"), "text")
+    text = page.page(shows, [record()])
+    assert "No GPU was at hand" not in text
+    rows = {line.split(" | ")[0].strip("| `"): line for line in text.splitlines() if line.startswith("| `")}
+    assert "| passed on NVIDIA H200 |" in text
+    assert "passed on NVIDIA H200, 1 aim missed" in text
+    assert "| failed on NVIDIA H200 |" in text
+    assert "not run on a GPU (NVIDIA H200: not installed: vllm)" in rows["memory-vllm"]
+    assert "| not run on a GPU |" in rows["nccl"]
+    assert "| `delta-torch` | rate | 0.25 | at least 0.5: missed |" in text
+    assert "`scatter` failed: MismatchError: bits" in text
+
+
+@pytest.mark.parametrize(
+    "options", [{"is_rehearsal": True}, {"schema": "other"}, {"card": {"name": "cpu", "type": "cpu", "cuda": ""}}]
+)
+def test_what_is_no_record_of_a_gpu_is_refused(options: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "gpu-x.json").write_text(json.dumps(record(**options)))
+    with pytest.raises(ConfigError, match=r"gpu-x\.json is no record of a GPU"):
+        page.records(tmp_path)
+
+
+def test_a_cards_name_makes_a_file_name() -> None:
+    assert runner.slug("NVIDIA H100 80GB HBM3") == "nvidia-h100-80gb-hbm3"
