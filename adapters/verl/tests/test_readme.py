@@ -88,7 +88,6 @@ def test_the_five_minutes(tmp_path, request):
     toy = [
         f"reward.custom_reward_function.path={jobs.HERE}/digits_reward.py",
         "actor_rollout_ref.actor.use_kl_loss=False",
-        "actor_rollout_ref.rollout.dtype=float32",  # as the pool's engines here
     ]
     later = [
         "trainer.v1.separate_async.parameter_sync_step=1",
