@@ -97,16 +97,15 @@ async def test_both_sides_get_on_in_every_mode(pair: Pair, mode: Mode) -> None:
 
 
 async def test_batches_are_queued_behind_each_other(pair: Pair) -> None:
-    """Otherwise nothing here would be about batches in flight: some begin when the one before them ends, with no host work between."""
-    pair.lend(Mode.UNGATED)
-    rollouts = [asyncio.create_task(pair.roll_out(prompt, 60)) for prompt in PROMPTS]
-    await asyncio.gather(pair.serve(30), *rollouts)
+    """Each engine while the other has nothing to do: some batches begin exactly when the one before them is to end."""
+    pair.lend(None)
+    await pair.serve(60)
+    pair.lend(Mode.SLO)
+    await asyncio.gather(*(pair.roll_out(prompt, 100) for prompt in PROMPTS))
     for engine in (pair.serving, pair.rollout):
         rows = await engine._ask("rose_step_log", float("-inf"))
         ends = [row[0] + row[1] for row in rows]
-        num_queued = sum(abs(row[0] - end) < 1e-9 for row, end in zip(rows[1:], ends[:-1], strict=True))
-        if num_queued <= len(rows) // 20:
-            pytest.skip(f"the machine was too busy for batches to queue: {num_queued} of {len(rows)} did")
+        assert any(abs(row[0] - end) < 1e-9 for row, end in zip(rows[1:], ends[:-1], strict=True))
 
 
 async def test_the_gate_closes_before_the_next_batch(pair: Pair) -> None:
