@@ -86,6 +86,8 @@ async def test_what_kept_it_from_opening_is_told_and_tried_anew() -> None:
         ("repetition_penalty", 1.0, True),
         ("repetition_penalty", 1.1, False),
         ("detokenize", True, True),
+        ("prompt_logprobs", False, True),
+        ("prompt_logprobs", 0, False),
         ("unheard_of", None, False),
     ],
 )
