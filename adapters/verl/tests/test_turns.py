@@ -71,8 +71,7 @@ async def leave(publisher):
         if desk._listener is not None:
             desk._listener.cancel()
         if desk._pool is not None:
-            desk._pool.close()
-            await desk._pool._task
+            await desk._pool.close()
     desk_module._desks.clear()
     await asyncio.to_thread(publisher.close)
 
