@@ -244,6 +244,7 @@ def test_the_table_of_refusals_says_what_is_said():
         "engines that share their devices may answer the same request differently",
         "a pool holds the policy's weights; run reward and teacher models with vllm or sglang",
         "only rose reaches the engines of a pool",
+        "has lost this job's weights",
     ):
         assert told in text, told
         assert told in sources, told
