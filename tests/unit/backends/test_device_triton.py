@@ -123,6 +123,29 @@ def test_odd_strides_go_the_torch_way(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked == [2]
 
 
+def test_a_way_that_works_here_is_taken() -> None:
+    assert TritonWay.open(KEYS, torch.device("cpu")) is not None
+
+
+@pytest.mark.parametrize(
+    ("kernel", "said"), [("raises", "RuntimeError: Failed to find C compiler"), ("nothing", "did not find the changes")]
+)
+def test_a_way_that_does_not_work_is_not_taken(
+    kernel: str, said: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No compiler on the machine shows only when the first kernel is called."""
+
+    def launch(*args: Any, **_: Any) -> None:
+        if kernel == "raises":
+            message = "Failed to find C compiler"
+            raise RuntimeError(message)
+        args[6].zero_()  # counts: nothing has changed
+
+    monkeypatch.setattr(triton_kernels, "find_changes", {(2,): launch})
+    assert TritonWay.open(KEYS, torch.device("cpu")) is None
+    assert said in caplog.text
+
+
 @pytest.mark.parametrize("dtype", INTS)
 @pytest.mark.parametrize("kind", [torch.int32, torch.int64])
 def test_a_scatter_writes_rows_in_place(dtype: Any, kind: Any) -> None:

@@ -27,7 +27,7 @@ class DeviceComparer:
 
     Args:
         device: Where the weights are.
-        make_way: Makes the way to compare, of the keys; by default Triton's where it is installed and the device is a CUDA one, else torch's.
+        make_way: Makes the way to compare, of the keys; by default Triton's where it works and the device is a CUDA one, else torch's.
 
     Attributes:
         keys: The keys of the sums, on the device.
@@ -86,5 +86,5 @@ def _pair(part: Part) -> Pair:
 
 
 def _best_way(device: torch.device, keys: Keys) -> Way:
-    found = TritonWay.open(keys) if device.type == "cuda" else None
+    found = TritonWay.open(keys, device) if device.type == "cuda" else None
     return found or TorchWay(keys)

@@ -14,20 +14,23 @@ What it takes: cells whose rows are contiguous in both arrays, of fewer than 2^3
 from __future__ import annotations
 
 import importlib.util
+import logging
 from collections.abc import Sequence
 from typing import Any
 
+import attrs
 import numpy as np
 import torch
 
 from rose.backends.device_codec.keys import Keys
-from rose.backends.device_codec.pinned import Array, to_device
+from rose.backends.device_codec.pinned import Array, on, to_device
 from rose.backends.device_codec.streams import Coded, Layout, comparisons, packed
 from rose.backends.device_codec.strides import is_rows, row_step
 from rose.backends.device_codec.torch_way import Pair, TorchWay
-from rose.transfer.kernels import Comparison
+from rose.transfer.kernels import Comparison, Rows
 from rose.transfer.kernels.constants import tables
 
+_logger = logging.getLogger(__name__)
 BLOCK = 4096
 NUM_SLOTS = 512
 """Changes a block has room for at first: one element in eight."""
@@ -58,9 +61,21 @@ class TritonWay:
         self._tables: dict[torch.device, torch.Tensor] = {}
 
     @classmethod
-    def open(cls, keys: Keys) -> TritonWay | None:
-        """Return a way, or ``None`` where Triton is not installed."""
-        return cls(keys) if importlib.util.find_spec("triton") is not None else None
+    def open(cls, keys: Keys, device: torch.device) -> TritonWay | None:
+        """Return a way; ``None`` where Triton is not installed, or does not compile or compares wrongly on this device, with a warning.
+
+        Triton compiles when a kernel is first called, which needs a C compiler and Python's headers: a small comparison shows it here.
+        """
+        if importlib.util.find_spec("triton") is None:
+            return None
+        try:
+            way = cls(keys)
+            problem = "" if _is_right(way, TorchWay(keys), device) else "it did not find the changes of a small cell"
+        except Exception as error:  # noqa: BLE001 - a compiler's failures are of any kind
+            problem = f"{type(error).__name__}: {error}"
+        if problem:
+            _logger.warning("Triton is installed but of no use on %s, torch compares instead: %s", device, problem)
+        return None if problem else way
 
     def compare(self, pairs: Sequence[Pair], *, is_overwrite: bool) -> list[Comparison]:
         """Return what changed in cells of one width, coded, on the host."""
@@ -187,6 +202,22 @@ class _Group:
             zeros(int(layout.code_ends_c[-1]) * (2 if layout.has_nibbles else 1)),
             torch.empty(num_escapes, dtype=self._slots[1].dtype, device=self._device),
         )
+
+
+def _is_right(way: TritonWay, reference: TorchWay, device: torch.device) -> bool:
+    """Compare a small cell both ways."""
+    old = torch.arange(2 * BLOCK, dtype=torch.int16, device=device).view(2, BLOCK)
+    new = old.clone()
+    new[:, ::37] += 1
+    new[1, 5] -= 1000
+    pair = Pair(new=new, old=old, rows=Rows(num_rows=2, row_len=BLOCK, start=0, stride=BLOCK))
+    with on(device):
+        (mine,), (expected,) = (one.compare([pair], is_overwrite=False) for one in (way, reference))
+    return _facts(mine) == _facts(expected)
+
+
+def _facts(found: Comparison) -> tuple[Any, ...]:
+    return found.num_changed, found.sum_delta, found.streams and attrs.astuple(found.streams)
 
 
 def _is_plain(pair: Pair) -> bool:
