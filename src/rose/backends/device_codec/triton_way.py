@@ -68,14 +68,15 @@ class TritonWay:
         """
         if importlib.util.find_spec("triton") is None:
             return None
+        way, problem = None, "it did not find the changes of a small cell"
         try:
-            way = cls(keys)
-            problem = "" if _is_right(way, TorchWay(keys), device) else "it did not find the changes of a small cell"
+            made = cls(keys)
+            way = made if _is_right(made, TorchWay(keys), device) else None
         except Exception as error:  # noqa: BLE001 - a compiler's failures are of any kind
             problem = f"{type(error).__name__}: {error}"
-        if problem:
+        if way is None:
             _logger.warning("Triton is installed but of no use on %s, torch compares instead: %s", device, problem)
-        return None if problem else way
+        return way
 
     def compare(self, pairs: Sequence[Pair], *, is_overwrite: bool) -> list[Comparison]:
         """Return what changed in cells of one width, coded, on the host."""
