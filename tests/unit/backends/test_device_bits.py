@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from rose.transfer.source_views import HeldBits, HeldTensor, View, held_tensors
 torch = pytest.importorskip("torch")
 
 from rose.backends.device_codec import DeviceBase, DeviceBits, DeviceComparer, DeviceHeldBits
+from rose.backends.device_codec import pinned as copies
 from rose.backends.device_codec.torch_way import TorchWay
 from rose.backends.fsdp.shard_bits import CastBits, held_bits, shard_bits
 
@@ -337,3 +339,25 @@ class Noting:
     def compare(self, pairs: Any, *, is_overwrite: bool) -> list[Any]:
         self.log.append("compare")
         return []
+
+
+@pytest.mark.parametrize(("most", "expected"), [(7, []), (8, [(2, 2)])])
+def test_only_small_copies_are_pinned(most: int, expected: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch keeps what was pinned once, rounded up: an embedding's gigabyte as two, for each thread that reads one."""
+    pinned_shapes: list[Any] = []
+
+    def empty_pinned(shape: tuple[int, ...], dtype: Any, device: Any) -> Any:
+        pinned_shapes.append(shape)
+        return torch.empty(shape, dtype=dtype)
+
+    monkeypatch.setattr(copies, "is_async", lambda device: True)
+    monkeypatch.setattr(copies, "empty_pinned", empty_pinned)
+    monkeypatch.setattr(copies, "MAX_PINNED_BYTES", most)
+    monkeypatch.setattr(
+        torch.cuda, "current_stream", lambda device: SimpleNamespace(synchronize=lambda: pinned_shapes.append("waited"))
+    )
+    source = torch.arange(8, dtype=torch.int16).view(2, 4)[:, ::2]
+    found = copies.to_host(source)
+    assert found.is_contiguous()
+    assert found.tolist() == [[0, 2], [4, 6]]
+    assert pinned_shapes == [*expected, "waited"][: 2 * len(expected)]
