@@ -61,11 +61,26 @@ def test_without_a_gpu_one_clear_line_and_no_record(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(runner, "_DRIVER", tmp_path / "none")
     assert runner.main([]) == 0
     (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith("gpu-check: no GPU here (torch ")
     assert line.endswith("nothing was run and nothing is recorded")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_torch_that_does_not_see_the_card_is_no_machine_without_one(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """``make env`` installs a CPU build, and then the check would pass on any machine."""
+    monkeypatch.setattr(runner, "_DRIVER", tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert runner.main([]) == 2
+    (line,) = capsys.readouterr().out.splitlines()
+    assert "has NVIDIA's driver, but torch" in line
+    assert "a CPU build, sees no GPU" in line
+    assert "GPU_PYTHON=" in line
 
 
 @pytest.mark.parametrize("path", [None, "gpu-cpu.json"])
@@ -96,6 +111,16 @@ def test_the_script_runs_parts_in_processes_of_their_own(tmp_path: Path) -> None
     ]
     assert {"torch", "numpy"} <= document["versions"].keys()
     assert document["commit"]
+
+
+@pytest.mark.parametrize("package", ["attrs", "xxhash", "zstandard"])
+def test_a_package_that_is_missing_is_named(package: str, tmp_path: Path) -> None:
+    (tmp_path / f"{package}.py").write_text(f"raise ModuleNotFoundError('No module named {package}', name='{package}')")
+    command = [sys.executable, "tools/gpu_check.py", "--device", "cpu", "--quick", "--out", str(tmp_path / "x.json")]
+    environment = {**os.environ, "PYTHONPATH": f"src:{tmp_path}"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    said = f"gpu-check: {package} is not installed here; nothing was run and nothing is recorded\n"
+    assert (done.returncode, done.stdout) == (2 if runner._DRIVER.exists() else 0, said), done.stderr
 
 
 def test_a_clone_builds_what_the_card_is_compared_with(tmp_path: Path) -> None:

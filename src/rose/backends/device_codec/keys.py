@@ -125,9 +125,9 @@ def sums_of(module: torch.nn.Module) -> dict[str, list[int]] | None:
         for name, parameter in module.named_parameters():
             bits = parameter.detach().reshape(-1).view(SIGNED_BY_SIZE[parameter.element_size()])
             rows = Rows(num_rows=1, row_len=bits.numel(), start=0, stride=bits.numel())
-            if bits.numel():
-                found = keys.setdefault(bits.device, Keys(bits.device))
-                sums[name] = list(found.state_sum(bits, rows, chunk=_SMALL_CHUNK))
+            if bits.device not in keys:
+                keys[bits.device] = Keys(bits.device)
+            sums[name] = list(keys[bits.device].state_sum(bits, rows, chunk=_SMALL_CHUNK))
     except torch.OutOfMemoryError:
         return None
     return sums

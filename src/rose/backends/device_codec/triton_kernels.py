@@ -47,8 +47,12 @@ def find_changes(
     is_inside = at < num_elements
     fresh_at, stale_at = at, at
     if not IS_PLAIN:
-        row = at // tl.load(cell + 3 * num_cells)
-        column = at - row * tl.load(cell + 3 * num_cells)
+        row_len = tl.load(cell + 3 * num_cells).to(tl.int32)
+        place = at.to(
+            tl.int32
+        )  # a cell has fewer than 2^31 elements; a division of 64 bits takes several times as long
+        row = (place // row_len).to(tl.int64)
+        column = at - row * row_len
         fresh_at = row * tl.load(cell + 4 * num_cells) + column
         stale_at = row * tl.load(cell + 5 * num_cells) + column
     fresh = tl.load(new + fresh_at, mask=is_inside, other=0)

@@ -8,7 +8,8 @@
 Between them torch sums over blocks, a few thousand numbers. Blocks do not wait for one another, so that the order is that of positions,
 whatever order they run in. Where a block had more changes than slots, the group is compared again with more, and from then on.
 
-What it takes: cells whose rows are contiguous in both arrays, of fewer than 2^31 elements; groups with others go torch's way.
+What it takes: cells whose rows are contiguous in both arrays, of fewer than 2^31 elements; groups with others go torch's way. Cells that
+are one run of memory are compared apart from those that are cut in columns: only where a launch has no others it reads 16 bytes at a time.
 """
 
 from __future__ import annotations
@@ -82,6 +83,9 @@ class TritonWay:
         """Return what changed in cells of one width, coded, on the host."""
         if not all(_is_plain(pair) for pair in pairs):
             return self._torch.compare(pairs, is_overwrite=is_overwrite)
+        are_runs = [_is_run(pair) for pair in pairs]
+        if any(are_runs) and not all(are_runs):
+            return self._apart(pairs, are_runs, is_overwrite=is_overwrite)
         num_elements = sum(pair.rows.num_elements for pair in pairs)
         if len(pairs) > 1 and num_elements * self._num_slots > self.max_elements * self._first_num_slots:
             half = len(pairs) // 2
@@ -98,6 +102,14 @@ class TritonWay:
         layout = Layout.of(group.cells, counts, group.itemsize, is_overwrite=is_overwrite)
         coded = group.code(layout, self._table_on(pairs[0].new.device), is_overwrite=is_overwrite)
         return comparisons(group.cells, group.itemsize, layout, coded)
+
+    def _apart(self, pairs: Sequence[Pair], are_runs: Sequence[bool], *, is_overwrite: bool) -> list[Comparison]:
+        """Compare cells that are one run of memory, which are read 16 bytes at a time, and the others each for themselves."""
+        found: dict[int, Comparison] = {}
+        for kind in (True, False):
+            chosen = [i for i, one in enumerate(are_runs) if one is kind]
+            found |= zip(chosen, self.compare([pairs[i] for i in chosen], is_overwrite=is_overwrite), strict=True)
+        return [found[i] for i in range(len(pairs))]
 
     def _table_on(self, device: torch.device) -> torch.Tensor:
         if device not in self._tables:
@@ -128,15 +140,13 @@ class _Group:
 
     def find(self) -> tuple[list[int], int]:
         """Compare; return how many changes each cell has, and the most that a block has."""
-        is_plain = all(pair.new.is_contiguous() and pair.old.is_contiguous() for pair in self._pairs)
-        is_plain = is_plain and not bool((self._numbers[:3] % _ALIGNMENT).any())
         self._kernels.find_changes[(self.num_blocks,)](
             to_device(self._numbers, self._device),
             self._owner_b,
             len(self.cells),
             *self._slots,
             self._count_b,
-            IS_PLAIN=is_plain,
+            IS_PLAIN=all(map(_is_run, self._pairs)),
             BLOCK=self._block,
             NUM_SLOTS=self._num_slots,
         )
@@ -219,6 +229,12 @@ def _is_right(way: TritonWay, reference: TorchWay, device: torch.device) -> bool
 
 def _facts(found: Comparison) -> tuple[Any, ...]:
     return found.num_changed, found.sum_delta, found.streams and attrs.astuple(found.streams)
+
+
+def _is_run(pair: Pair) -> bool:
+    """Return whether a cell lies in one run of memory in both states, of a size and at addresses that are multiples of 16."""
+    numbers = (pair.new.data_ptr(), pair.old.data_ptr(), pair.rows.num_elements)
+    return pair.new.is_contiguous() and pair.old.is_contiguous() and not any(one % _ALIGNMENT for one in numbers)
 
 
 def _is_plain(pair: Pair) -> bool:

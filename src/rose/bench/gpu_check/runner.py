@@ -28,6 +28,8 @@ from rose.bench.machine import commit, machine, versions
 SCHEMA = "rose.gpu-check/1"
 RESULTS = Path("benchmarks/results")
 _PACKAGES = ("torch", "triton", "numpy", "xxhash", "zstandard", "attrs", "kvcached", "vllm", "mooncake-transfer-engine")
+_DRIVER = Path("/dev/nvidiactl")
+_REMEDY = " (see nvidia-smi and CUDA_VISIBLE_DEVICES, or name a Python whose torch fits: make gpu-check GPU_PYTHON=...)"
 _LIMIT_S, _PART_LIMIT_S, _LEAST_S = 570.0, 150.0, 20.0
 _REAP_S = 5.0
 """How long a process that was killed is waited for; one that the driver holds does not end."""
@@ -37,7 +39,7 @@ RunOne = Callable[[str, str, float, float], Outcome]
 
 
 def main(arguments: Sequence[str] | None = None, *, prepare: Callable[[], None] = lambda: None) -> int:
-    """Run the check; return 0 where everything that ran passed, or nothing could run. ``prepare`` is called before the first part."""
+    """Run the check; return 0 where everything that ran passed, or there is no card. ``prepare`` is called before the first part."""
     options = _parser().parse_args(arguments)
     is_rehearsal = options.device == "cpu"
     if options.page:
@@ -47,7 +49,7 @@ def main(arguments: Sequence[str] | None = None, *, prepare: Callable[[], None] 
         return 2
     if reason := _no_gpu(is_rehearsal=is_rehearsal):
         _say(f"{reason}; nothing was run and nothing is recorded")
-        return 0
+        return 2 if _has_driver() else 0
     from rose.bench.gpu_check.parts import parts  # noqa: PLC0415 - needs torch
 
     card = _card(is_rehearsal=is_rehearsal)
@@ -163,12 +165,20 @@ def _show(outcome: Outcome) -> None:
 def _no_gpu(*, is_rehearsal: bool) -> str:
     """Return why there is nothing to check on, in one line; empty where there is."""
     if importlib.util.find_spec("torch") is None:
-        return "torch is not installed here"
+        return f"torch is not installed here{_REMEDY if _has_driver() else ''}"
     import torch  # noqa: PLC0415 - only where it is installed
 
-    if not is_rehearsal and not torch.cuda.is_available():
-        return f"no GPU here (torch {torch.__version__} sees none)"
-    return ""
+    if is_rehearsal or torch.cuda.is_available():
+        return ""
+    if _has_driver():
+        build = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "a CPU build"
+        return f"this machine has NVIDIA's driver, but torch {torch.__version__}, {build}, sees no GPU{_REMEDY}"
+    return f"no GPU here (torch {torch.__version__} sees none)"
+
+
+def _has_driver() -> bool:
+    """Return whether NVIDIA's driver is loaded, so that a torch that sees no GPU is the wrong one."""
+    return _DRIVER.exists()
 
 
 def _card(*, is_rehearsal: bool) -> dict[str, Any]:
