@@ -361,3 +361,18 @@ def test_only_small_copies_are_pinned(most: int, expected: list[Any], monkeypatc
     assert found.is_contiguous()
     assert found.tolist() == [[0, 2], [4, 6]]
     assert pinned_shapes == [*expected, "waited"][: 2 * len(expected)]
+
+
+def test_a_default_device_of_the_trainer_s_is_not_that_of_host_memory() -> None:
+    """Frameworks set ``torch.set_default_device("cuda")``, where nothing can be pinned."""
+    weights, versions = make_weights(torch.bfloat16), []
+    masters = make_weights(torch.float32)
+    for how in (on_device, pinned, on_host):
+        with torch.device("meta"):
+            rank = Rank(torch.bfloat16, how)
+            rank.encode(weights, "p")
+            rank.commit(weights)
+            rank.encode(weights, "q")
+            assert all(np.asarray(one).dtype == np.uint16 for one in on_host(masters, torch.bfloat16).values())
+        versions.append(rank.blobs)
+    assert versions[0] == versions[1] == versions[2]

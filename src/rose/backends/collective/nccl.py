@@ -56,7 +56,7 @@ class NcclGroup:
             self._group: Any = dist.ProcessGroupNCCL(store, rank, size, options)
         with torch.cuda.device(device):
             self._stream = torch.cuda.Stream(device)
-            self._pinned = torch.empty(chunk_bytes, dtype=torch.uint8, pin_memory=True)
+            self._pinned = torch.empty(chunk_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
             self._block = torch.empty(chunk_bytes, dtype=torch.uint8, device=device)
         try:
             self._connect()

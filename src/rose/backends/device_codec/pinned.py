@@ -50,7 +50,7 @@ def wait_for(device: torch.device) -> None:
 def empty_pinned(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return memory of the host that a device reads and writes by itself."""
     with on(device):
-        return torch.empty(shape, dtype=dtype, pin_memory=is_async(device))
+        return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=is_async(device))
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
@@ -58,7 +58,7 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
     if not is_async(tensor.device):
         return tensor.contiguous()
     if tensor.numel() * tensor.element_size() > MAX_PINNED_BYTES:
-        return torch.empty(tuple(tensor.shape), dtype=tensor.dtype).copy_(tensor)
+        return torch.empty(tuple(tensor.shape), dtype=tensor.dtype, device="cpu").copy_(tensor)
     host = empty_pinned(tuple(tensor.shape), tensor.dtype, tensor.device)
     host.copy_(tensor, non_blocking=True)
     torch.cuda.current_stream(tensor.device).synchronize()
