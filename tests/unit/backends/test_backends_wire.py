@@ -132,6 +132,7 @@ def test_environment_is_set_where_unset_only(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(environment, "is_cpu_build", lambda: False)
     environment.prepare_environment()
     assert not {"TORCHDYNAMO_DISABLE", "OMP_NUM_THREADS", "HF_HUB_OFFLINE"} & os.environ.keys()
+    assert os.environ["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn", "on GPUs, too, engines start as they were tested"
 
 
 def test_missing_vllm_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
