@@ -376,3 +376,31 @@ def test_a_default_device_of_the_trainer_s_is_not_that_of_host_memory() -> None:
             assert all(np.asarray(one).dtype == np.uint16 for one in on_host(masters, torch.bfloat16).values())
         versions.append(rank.blobs)
     assert versions[0] == versions[1] == versions[2]
+
+
+def test_a_device_that_is_nearly_full_compares_less_at_a_time() -> None:
+    """A trainer's memory is not this library's; half a gigabyte that is not there shall not end its job."""
+    sizes: list[int] = []
+
+    class Tight(TorchWay):
+        room = 3
+
+        def compare(self, pairs: Any, *, is_overwrite: bool) -> Any:
+            sizes.append(len(pairs))
+            if len(pairs) > self.room:
+                raise torch.OutOfMemoryError
+            return super().compare(pairs, is_overwrite=is_overwrite)
+
+    way = Tight(DeviceComparer(CPU).keys, max_elements=1 << 20)
+    comparer = DeviceComparer(CPU, make_way=lambda keys: way)
+
+    def tight(weights: Mapping[str, Any], dtype: Any) -> Mapping[str, Any]:
+        return {name: DeviceBits(tensor, dtype, comparer=comparer) for name, tensor in weights.items()}
+
+    written = [published(Rank(torch.bfloat16, how), make_weights(torch.bfloat16)) for how in (on_host, tight)]
+    assert written[0] == written[1]
+    assert sizes[0] > 3
+    assert way.max_elements < 1 << 20
+    way.room = 0
+    with pytest.raises(torch.OutOfMemoryError):
+        published(Rank(torch.bfloat16, tight), make_weights(torch.bfloat16))
