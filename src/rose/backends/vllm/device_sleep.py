@@ -82,7 +82,7 @@ def wake(core: Any) -> int | None:
     if "weights" not in core.model_executor.sleeping_tags:
         return 0
     try:
-        core.model_executor.wake_up(["weights"] if hasattr(core, "rose_kv_pool") else None)
+        core.model_executor.wake_up(_waking(core))
     except _FAILURES as error:
         message = f"vLLM's wake-up failed: {error}"
         raise EngineError(message) from error
@@ -92,11 +92,16 @@ def wake(core: Any) -> int | None:
 def _undo(core: Any, cause: BaseException) -> bool:
     """Map again what a sleep that failed has unmapped; return whether the weights are what they were."""
     try:
-        core.collective_rpc("wake_up", args=(["weights"],))
+        core.collective_rpc("wake_up", args=(_waking(core),))
     except _FAILURES as error:
         message = f"vLLM's sleep failed: {cause}; its memory could not be mapped again ({error}): restart the engine"
         raise EngineFencedError(message) from cause
     return _are_same(core)
+
+
+def _waking(core: Any) -> list[str] | None:
+    """Return what comes back with the weights: everything, but for a KV pool that follows the budget."""
+    return ["weights"] if hasattr(core, "rose_kv_pool") else None
 
 
 def _are_same(core: Any) -> bool:
