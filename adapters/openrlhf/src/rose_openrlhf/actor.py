@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib
 import logging
+import traceback
+from collections.abc import Iterator
 from typing import Any
 
 import attrs
 
-from rose.errors import ConfigError
+from rose.errors import ConfigError, RoseError
 from rose.frameworks import PoolPlace, PushReport, StreamedTrainer, WeightPush
 from rose_openrlhf.broadcast import BroadcastMember
 from rose_openrlhf.checkpoint import initial_weights
@@ -78,7 +81,7 @@ class FrontActor(PoolFront):
         )
         super().__init__(
             run=settings.run,
-            runner=TurnRunner(generate=pool.generate, limits=limits, version=lambda: self._newest),
+            runner=TurnRunner(generate=pool.generate, limits=limits, version=lambda: self._newest, launch=settings.run),
             inlet=WeightInlet(copy=trainer, push=push, retry_s=options.retry_s, announce=self._note),
             member=BroadcastMember(device=settings.device),
             executor=await asyncio.to_thread(_load_executor, settings),
@@ -87,7 +90,9 @@ class FrontActor(PoolFront):
             hold_s=options.hold_s,
         )
         if options.initial_weights == "publish":
-            check_first(await self.inlet.take_all(initial_weights(settings.model, settings.param_dtype)))
+            with _loading("--actor.model_name_or_path", settings.model):
+                report = await self.inlet.take_all(initial_weights(settings.model, settings.param_dtype))
+            check_first(report)
         return self._newest
 
     async def close(self) -> None:
@@ -146,8 +151,31 @@ def check_first(report: PushReport) -> None:
 def _load_executor(settings: FrontSettings) -> Any:
     if settings.agent_func_path:
         engine = importlib.import_module("openrlhf.trainer.ray.vllm_engine")
-        return engine._load_agent_executor(settings.agent_func_path)  # noqa: SLF001 - there is no other way to load one as OpenRLHF does
-    return importlib.import_module("openrlhf.utils.agent").SingleTurnAgentExecutor(settings.remote_rm_url)
+        with _loading("--train.agent_func_path", settings.agent_func_path):
+            return engine._load_agent_executor(settings.agent_func_path)  # noqa: SLF001 - there is no other way to load one as OpenRLHF does
+    agent = importlib.import_module("openrlhf.utils.agent")
+    with _loading("--reward.remote_url", settings.remote_rm_url):
+        return agent.SingleTurnAgentExecutor(settings.remote_rm_url)
+
+
+@contextlib.contextmanager
+def _loading(flag: str, value: Any) -> Iterator[None]:
+    """Have what a user's own file or checkpoint raises name the flag it came from, and the line.
+
+    Raises:
+        ConfigError: In place of whatever was raised, except ROSE's own errors.
+    """
+    try:
+        yield
+    except RoseError:
+        raise
+    except Exception as error:
+        named = value if isinstance(value, list) else [value]
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename in named]
+        where = f" (line {lines[-1]})" if lines else ""
+        said = " ".join(str(error).split())[:500]
+        message = f"{flag} {value} cannot be loaded: {type(error).__name__}: {said}{where}"
+        raise ConfigError(message) from error
 
 
 def _load_tokenizer(path: str) -> Any:

@@ -49,22 +49,22 @@ async def closing():
     OPEN.clear()
 
 
-def front(url, model, **options):
-    OPEN.append(make_front(url, model, **options))
+def front(url, model, run="openrlhf-test", **options):
+    OPEN.append(make_front(url, model, run, **options))
     return OPEN[-1]
 
 
-def make_front(url, model, **options):
+def make_front(url, model, run, agent=None, reward=None, **options):
     return FrontActor(
         FrontSettings(
             place=PoolPlace(url=url),
             options=Options(**{"retry_s": 0.5, "sync_timeout_s": 20.0, **options}),
-            run="openrlhf-test",
+            run=run,
             model=str(model),
             param_dtype="bf16",
             max_model_len=96,
-            agent_func_path=None,
-            remote_rm_url=None,
+            agent_func_path=agent,
+            remote_rm_url=reward,
             device="cpu",
         )
     )
@@ -136,6 +136,15 @@ async def test_an_engine_that_fails_an_update_is_left_out_and_the_job_goes_on(mo
         assert {hop.engine_id for answer in answers for hop in answer.rose.hops} == {"e0"}
 
 
+async def test_another_jobs_weights_are_no_answer(model):
+    async with pool_of(FakeEngine(engine_id=EngineId("e0"))) as (url, _, __):
+        one = front(url, model)
+        await one.open()
+        await front(url, model, run="another").open()
+        with pytest.raises(ConfigError, match=r"another:0, not of openrlhf-test .* a pool of its own"):
+            await one.generate([5, 6], openrlhf_params(max_tokens=4))
+
+
 async def test_weights_may_be_cast(model, tmp_path):
     async with pool_of(FakeEngine(engine_id=EngineId("e0"))) as (url, _, store):
         await front(url, model, weights_dtype="float32").open()
@@ -163,6 +172,32 @@ async def test_no_engine_that_can_hold_the_weights_ends_the_job_before_it_begins
     async with pool_of(broken) as (url, _, __):
         with pytest.raises(ConfigError, match=r"engine e0 says: .* --rose\.weights_dtype"):
             await front(url, model).open()
+
+
+@pytest.mark.parametrize(("text", "said"), [
+    (None, "FileNotFoundError: .*agent.py"),
+    ("x = 1", "AssertionError: Agent module must contain AgentExecutor class"),
+    ("x = 1\nimport nothing_of_this_name", r"ModuleNotFoundError: .* \(line 2\)$"),
+    ("x = = 1", r"SyntaxError: .* \(agent\.py, line 1\)$"),
+])  # fmt: skip
+async def test_an_agent_that_cannot_be_loaded_is_named(text, said, model, tmp_path):
+    path = tmp_path / "agent.py"
+    if text is not None:
+        path.write_text(text)
+    async with pool_of(FakeEngine(engine_id=EngineId("e0"))) as (url, _, __):
+        with pytest.raises(ConfigError, match=rf"--train\.agent_func_path \S+ cannot be loaded: {said}") as caught:
+            await front(url, model, agent=str(path)).open()
+        assert "\n" not in str(caught.value)
+
+
+async def test_a_reward_or_a_checkpoint_that_cannot_be_loaded_is_named(model, tmp_path):
+    async with pool_of(FakeEngine(engine_id=EngineId("e0"))) as (url, _, __):
+        with pytest.raises(
+            ConfigError, match=r"--reward\.remote_url .*nowhere\.py.* cannot be loaded: FileNotFoundError"
+        ):
+            await front(url, model, reward=[str(tmp_path / "nowhere.py")]).open()
+        with pytest.raises(ConfigError, match=r"--actor\.model_name_or_path \S+nowhere cannot be loaded: OSError"):
+            await front(url, tmp_path / "nowhere").open()
 
 
 def test_a_line_a_push():
