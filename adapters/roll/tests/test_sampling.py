@@ -35,7 +35,8 @@ def test_settings_that_the_router_made_for_vllm() -> None:
     [
         ({"top_k": 50}, "top_k: 50: there is no top_k; set top_k: -1"),
         ({"repetition_penalty": 1.1}, "repetition_penalty: 1.1"),
-        ({"num_beams": 2}, "num_beams: 2"),
+        ({"num_beams": 2}, "num_beams: 2: there is no beam search; set num_beams: 1"),
+        ({"use_beam_search": True}, "use_beam_search: True: there is no beam search"),
         ({"do_sample": False}, "do_sample: false with temperature: 0.99"),
         ({"include_stop_str_in_output": False}, "include_stop_str_in_output: false"),
         ({"stop_strings": ["two words"]}, "stop_strings: 'two words'"),
@@ -54,6 +55,17 @@ def test_all_that_cannot_be_kept_is_named_at_once() -> None:
         to_sampling({**AGENTIC, "top_k": 50, "repetition_penalty": 1.2})
     assert "top_k" in str(caught.value)
     assert "repetition_penalty" in str(caught.value)
+
+
+def test_what_changes_nothing_is_kept() -> None:
+    neutral = {
+        "min_p": 0.0,
+        "presence_penalty": 0,
+        "use_beam_search": False,
+        "skip_special_tokens": True,
+        "best_of": None,
+    }
+    assert to_sampling({**AGENTIC, **neutral}) == to_sampling(AGENTIC)
 
 
 def test_a_stop_string_of_one_token_stops() -> None:

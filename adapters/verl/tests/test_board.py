@@ -40,6 +40,24 @@ async def test_a_note_is_acknowledged_when_every_desk_has_taken_it_in():
         task.cancel()
 
 
+async def test_an_announced_version_has_a_step_and_is_no_news_until_it_is_noted():
+    board, heard = Board(SETTINGS, ack_s=5), []
+    await board.note(0, 5)
+    task = asyncio.ensure_future(listen(board, "a", heard))
+    await asyncio.sleep(0.01)
+    await board.announce(1, 6)
+    await board.announce(2, None)  # the sync of version 1 has failed, and its weights are pushed again
+    await asyncio.sleep(0.01)
+    known = await board.known()
+    assert (dict(known.steps), known.newest) == ({0: 5, 1: 6, 2: 6}, 0)
+    assert [dict(news.steps) for news in heard] == [{0: 5}]
+    await board.note(2, None)
+    assert (dict(heard[-1].steps), heard[-1].newest) == ({2: 6}, 2)
+    await board.note(3, 9)
+    assert (dict(heard[-1].steps), (await board.known()).newest) == ({3: 9}, 3)
+    task.cancel()
+
+
 async def test_a_desk_that_comes_late_hears_everything():
     board = Board(SETTINGS)
     await board.note(0, 5)

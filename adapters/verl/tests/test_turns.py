@@ -34,9 +34,14 @@ class Job(Here):
 
     async def push(self, step):
         """What the trainer's rank 0 does after a step."""
+        await self._actor.note(await self.bring(step), step)
+
+    async def bring(self, step):
+        """All of it but the note."""
         version = (await asyncio.to_thread(self._publisher.publish_sync)).version
+        await self._actor.announce(version.n, step)
         await self._pool.sync_weights(self._store)
-        await self._actor.note(version.n, step)
+        return version.n
 
 
 @contextlib.asynccontextmanager
@@ -71,8 +76,7 @@ async def leave(publisher):
         if desk._listener is not None:
             desk._listener.cancel()
         if desk._pool is not None:
-            desk._pool.close()
-            await desk._pool._task
+            await desk._pool.close()
     desk_module._desks.clear()
     await asyncio.to_thread(publisher.close)
 
@@ -136,6 +140,32 @@ async def test_a_turn_waits_for_the_newest_version_that_was_noted():
         assert (await waiting).extra_fields["min_global_steps"] == 8
 
 
+async def test_tokens_of_weights_that_are_with_the_engines_and_not_yet_noted_have_their_step():
+    async with job(engine()) as board:
+        await turn(board, trajectory="warm")
+        number = await board.bring(8)
+        output = await turn(board)
+        assert output.extra_fields["version_spans"] == [[0, 12, 8]]
+        assert desk_module.desk_of(board)._newest == 0  # other engines may lack it
+        await board._actor.note(number, 8)
+        assert desk_module.desk_of(board)._newest == 1
+
+
+async def test_a_lost_connection_is_made_anew_and_the_turn_runs_again(monkeypatch):
+    async with job(engine()) as board:
+        await turn(board, trajectory="warm")
+        held = desk_module.desk_of(board)._pool
+        lost = await held.get()
+
+        async def fail(_):
+            message = "gone"
+            raise TransportError(message)
+
+        monkeypatch.setattr(lost, "generate", fail)
+        assert len((await turn(board)).token_ids) == 12
+        assert await held.get() is not lost
+
+
 async def test_a_dead_engine_costs_nothing():
     dying = engine("dying", faults=[Fault(kind=FaultKind.DIE, after_tokens=3)])
     async with job(dying, engine("well")) as board:
@@ -147,7 +177,8 @@ async def test_a_dead_engine_costs_nothing():
 async def test_tokens_of_weights_that_the_job_did_not_note_are_an_error():
     async with job(engine()) as board:
         desk_module.desk_of(board)._newest = None
-        board._actor._log.clear()
+        board._actor._steps.clear()
+        board._actor._noted.clear()
         with pytest.raises(TurnFailedError, match="did not publish: verl-"):
             await turn(board)
 

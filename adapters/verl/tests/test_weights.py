@@ -65,6 +65,22 @@ async def test_full_tensors_are_cut_coded_and_counted():
         assert (again["rose/engines_updated"], again["rose/engines_failed"]) == (2.0, 0.0)
 
 
+async def test_the_board_knows_the_step_before_an_engine_has_the_version():
+    heard = []
+
+    class Engine(FakeEngine):
+        async def activate(self):
+            news = await board.known()
+            heard.append((dict(news.steps), news.newest))
+            return await super().activate()
+
+    async with job(Engine()) as (board, pusher):
+        await pusher.push(iter(tensors(0).items()), 4, is_tied=False)
+        await pusher.push(iter(tensors(1).items()), 5, is_tied=False)
+        await pusher.push(iter(tensors(1).items()), None, is_tied=False)
+    assert heard == [({0: 4}, None), ({0: 4, 1: 5}, 0), ({0: 4, 1: 5, 2: 5}, 1)]
+
+
 async def test_an_engine_that_does_not_take_weights_is_named_and_nothing_stops(caplog):
     bad = FakeEngine(
         engine_id=EngineId("bad"), faults=[Fault(kind=FaultKind.CORRUPT_UPDATE, request_index=n) for n in (1, 2)]

@@ -7,7 +7,6 @@ callers of one event loop share it; one that was given up is never handed out ag
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from typing import Any
 
 from rose.frameworks.place import PoolPlace
@@ -60,13 +59,12 @@ class HeldPool:
     async def _hold(self, opened: asyncio.Future[RemotePool], released: asyncio.Event) -> None:
         try:
             async with self._place.connect(**self._options) as pool:
-                if not opened.done():
+                if not opened.cancelled():  # whoever asked may be gone, and the next one opens anew
                     opened.set_result(pool)
-                await released.wait()
+                    await released.wait()
         except Exception as error:
             if opened.done():
                 raise
             opened.set_exception(error)
         finally:
-            with contextlib.suppress(asyncio.InvalidStateError):
-                opened.cancel()
+            opened.cancel()

@@ -26,7 +26,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "prompt_logprobs": (None, False),
     "extra_args": (None, {}),
 }
-"""Setting -> the values at which it has no effect; numbers compare as numbers."""
+"""Setting -> the values at which it has no effect; numbers compare as numbers, and 0 is not ``False``."""
 
 TEXT_ONLY = frozenset(
     {
@@ -43,4 +43,6 @@ TEXT_ONLY = frozenset(
 
 def is_neutral(name: str, value: Any) -> bool:
     """Return whether a setting at this value changes nothing of what is drawn; ``False`` for one that is not known."""
-    return name in TEXT_ONLY or any(value == neutral for neutral in NEUTRAL.get(name, ()))
+    return name in TEXT_ONLY or any(
+        value == neutral and isinstance(value, bool) == isinstance(neutral, bool) for neutral in NEUTRAL.get(name, ())
+    )

@@ -4,7 +4,9 @@ Life cycle of one push:
 
 1. [EVERY RANK] the first time: ask the pool where weights go and whom to cut for, open the store, make the publisher.
 2. [EVERY RANK] publish this rank's share; returns once the version is visible.
-3. [RANK 0] let the pool sync: engines stage while they serve, and activate. The job's own engines are waited for, up to
+3. [RANK 0] announce the version to the framework, where that was asked for: turns may return tokens of it as soon as one engine has it, which is
+   before the next step ends.
+4. [RANK 0] let the pool sync: engines stage while they serve, and activate. The job's own engines are waited for, up to
    ``sync_timeout_s``, borrowed ones by nobody.
 
 Invariants: all ranks push together, like a collective, though none runs inside; one sync is under way at a time; an engine that cannot
@@ -15,7 +17,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import attrs
@@ -87,8 +89,13 @@ class WeightPush:
         self._publisher: Publisher | None = None
         self._sync: _Sync | None = None
 
-    def push(self) -> PushReport:
+    def push(self, *, announce: Callable[[WeightVersion], None] | None = None) -> PushReport:
         """Publish the trainer's weights as the next version; blocks. Call it on every rank; from a coroutine, in a thread.
+
+        Args:
+            announce: Called on rank 0, in the caller's thread, with the version that was published, before the pool is asked to bring engines there;
+                the sync may still fail. What it raises is raised here, and the pool is not asked; the version stays published and the next
+                push is the version after it.
 
         Raises:
             TransportError: Pool or store cannot be reached.
@@ -100,6 +107,8 @@ class WeightPush:
         publish = publisher.publish_sync()
         if self._trainer.rank != 0:
             return PushReport(publish=publish)
+        if announce is not None:
+            announce(publish.version)
         return self._synced(publish)
 
     def close(self) -> None:

@@ -70,6 +70,19 @@ async def test_one_that_was_given_up_is_not_handed_out_again() -> None:
         assert await one.get() is not second
 
 
+async def test_a_caller_that_is_cancelled_while_it_opens_leaves_no_connection_behind() -> None:
+    async with held() as one:
+        caller = asyncio.create_task(one.get())
+        await asyncio.sleep(0)
+        caller.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await caller
+        (orphan,) = [task for task in asyncio.all_tasks() if task.get_name() == "rose-pool"]
+        assert (await (await one.get()).generate(turn())).token_ids
+        async with asyncio.timeout(10):
+            await orphan
+
+
 async def test_what_kept_it_from_opening_is_told_and_tried_anew() -> None:
     one = HeldPool(PoolPlace(url="http://127.0.0.1:9"), timeout_s=0.3)
     for _ in range(2):
@@ -86,6 +99,8 @@ async def test_what_kept_it_from_opening_is_told_and_tried_anew() -> None:
         ("repetition_penalty", 1.0, True),
         ("repetition_penalty", 1.1, False),
         ("detokenize", True, True),
+        ("prompt_logprobs", False, True),
+        ("prompt_logprobs", 0, False),
         ("unheard_of", None, False),
     ],
 )

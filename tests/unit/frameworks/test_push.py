@@ -120,6 +120,44 @@ async def test_an_engine_that_fails_is_reported_and_the_push_goes_on() -> None:
         assert not report.errors, "it comes back by full weights"
 
 
+async def test_a_version_is_announced_before_any_engine_has_it() -> None:
+    pair, told = engines(), []
+    async with site(pair) as (place, _):
+        ranks = pushes(place, world_size=2)
+        for n in range(2):
+            for trainer, _push in ranks:
+                trainer.update(shown(float(n)))
+            calls = (
+                asyncio.to_thread(
+                    one.push, announce=lambda v, rank=rank: told.append((rank, v.n, [e.weight_version for e in pair]))
+                )
+                for rank, (_, one) in enumerate(ranks)
+            )
+            await asyncio.gather(*calls)
+            assert {e.weight_version for e in pair} == {WeightVersion("toy-1", n)}
+    assert told == [(0, 0, [None, None]), (0, 1, [WeightVersion("toy-1", 0)] * 2)]
+
+
+async def test_a_version_that_could_not_be_announced_is_brought_to_no_engine() -> None:
+    pair = engines()
+    async with site(pair) as (place, _):
+        ((trainer, one),) = pushes(place)
+        trainer.update(shown(0.0))
+        told: list[WeightVersion] = []
+
+        def fail(version: WeightVersion) -> None:
+            told.append(version)
+            raise ConnectionError(str(version))
+
+        with pytest.raises(ConnectionError, match="toy-1:0"):
+            await asyncio.to_thread(one.push, announce=fail)
+        trainer.update(shown(1.0))
+        report = await asyncio.to_thread(one.push, announce=told.append)
+        assert told == [WeightVersion("toy-1", 0), WeightVersion("toy-1", 1)]
+        assert report.version == WeightVersion("toy-1", 1)
+        assert [[update.target.n for update in e.updates] for e in pair] == [[1], [1]]
+
+
 async def test_a_sync_that_takes_long_is_not_waited_for_beyond_its_time() -> None:
     async with site(engines(stage_s=0.5)) as (place, _):
         ranks = pushes(place, sync_timeout_s=0.05)

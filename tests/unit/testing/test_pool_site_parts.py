@@ -70,6 +70,7 @@ def test_defaults(model: Path) -> None:
     options = parse(["--model", str(model)])
     assert (options.own_ids, options.lent_ids) == (("own0", "own1"), ("gpu0",))
     assert options.engine_options["dtype"] == "float32"
+    assert "seed" not in options.engine_options, "engines of one seed may draw one answer"
     assert options.pool_config.stall_s == 2.0, "the pool's own default"
 
 

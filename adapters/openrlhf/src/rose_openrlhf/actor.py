@@ -13,7 +13,7 @@ from typing import Any
 import attrs
 
 from rose.errors import ConfigError, RoseError
-from rose.frameworks import PoolPlace, PushReport, StreamedTrainer, WeightPush
+from rose.frameworks import HeldPool, PoolPlace, PushReport, StreamedTrainer, WeightPush
 from rose_openrlhf.broadcast import BroadcastMember
 from rose_openrlhf.checkpoint import initial_weights
 from rose_openrlhf.flags import Options
@@ -58,8 +58,7 @@ class FrontActor(PoolFront):
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)-8s %(name)s: %(message)s")
         self._settings = settings
         self._newest: int | None = None
-        self._ending = asyncio.Event()
-        self._connected: asyncio.Task[None] | None = None
+        self._pool = HeldPool(settings.place)
         self._push: WeightPush | None = None
 
     async def open(self) -> int | None:
@@ -69,7 +68,7 @@ class FrontActor(PoolFront):
             RoseError: The pool cannot be reached or keeps no store, or no engine can hold the weights.
         """
         settings, options = self._settings, self._settings.options
-        pool = await self._connect()
+        pool = await self._pool.get()
         limits = TurnLimits(deadline_s=options.turn_deadline_s, retry_s=options.retry_s)
         trainer = StreamedTrainer(dtype=options.weights_dtype)
         push = self._push = WeightPush(
@@ -97,26 +96,9 @@ class FrontActor(PoolFront):
 
     async def close(self) -> None:
         """Leave the pool and the store. Without it both end with the process."""
-        self._ending.set()
-        if self._connected is not None:
-            await asyncio.gather(self._connected, return_exceptions=True)
+        await self._pool.close()
         if self._push is not None:
             self._push.close()
-
-    async def _connect(self) -> Any:
-        """Connect in a task that lives until ``close``: a connection is left in the task that opened it."""
-        opened: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-
-        async def hold() -> None:
-            async with self._settings.place.connect() as pool:
-                opened.set_result(pool)
-                await self._ending.wait()
-
-        self._connected = asyncio.create_task(hold())
-        await asyncio.wait({opened, self._connected}, return_when=asyncio.FIRST_COMPLETED)
-        if not opened.done():
-            self._connected.result()  # raises why not
-        return opened.result()
 
     def _note(self, report: PushReport) -> None:
         self._newest = report.version.n

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import attrs
 
 from rose.errors import ConfigError
+from rose.frameworks import NEUTRAL, is_neutral
 from rose.types import Sampling
 
 _MAPPED = {
@@ -29,19 +30,12 @@ _MAPPED = {
     "min_tokens",
     "stop",
 }
-_TEXT_ONLY = {
-    "skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output", "detokenize", "output_kind",
-    "skip_clone", "stream_interval", "flat_logprobs", "output_text_buffer_length",
-}  # fmt: skip
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "n": (1, None),
-    "best_of": (1, None),
-    "top_k": (0, -1, None),
-    "min_p": (0, None),
-    "presence_penalty": (0, None),
-    "frequency_penalty": (0, None),
-    "repetition_penalty": (1, None),
-}
+_HANDED_OUT = {
+    "skip_clone",
+    "stream_interval",
+    "flat_logprobs",
+    "output_text_buffer_length",
+}  # vLLM's own ways with its outputs
 _EMPTY: tuple[Any, ...] = (None, (), [], {}, set(), False)
 _GREEDY_BELOW = 1e-5  # vLLM draws greedily below this temperature
 
@@ -153,14 +147,18 @@ def _text_ids(params: Any, stop: Sequence[str], codec: Codec) -> frozenset[int]:
 
 def _refuse_others(params: Any) -> None:
     for name in _names(params):
-        if name.startswith("_") or name in _MAPPED or name in _TEXT_ONLY:
-            continue
         value = getattr(params, name, None)
-        if name in _NEUTRAL:
-            if value not in _NEUTRAL[name]:
-                raise ConfigError(_refusal(name, value, f"leave it at {_NEUTRAL[name][0]}"))
-        elif not _is_empty(value) and value != _default(type(params), name):
+        if name.startswith("_") or name in _MAPPED or name in _HANDED_OUT or is_neutral(name, value):
+            continue
+        if name in NEUTRAL:
+            raise ConfigError(_refusal(name, value, _hint(name)))
+        if not _is_empty(value) and value != _default(type(params), name):
             raise ConfigError(_refusal(name, value, "leave it out"))
+
+
+def _hint(name: str) -> str:
+    numbers = [value for value in NEUTRAL[name] if type(value) is int]
+    return f"leave it at {numbers[0]}" if numbers else "leave it out"
 
 
 def _is_empty(value: Any) -> bool:

@@ -39,11 +39,20 @@ def test_a_setting_reaches_the_turn(given, field, value):
 @pytest.mark.parametrize(("name", "value"), [
     ("n", 2), ("top_k", 20), ("min_p", 0.1), ("presence_penalty", 0.5), ("frequency_penalty", -0.5), ("repetition_penalty", 1.1),
     ("logit_bias", {3: 1.0}), ("bad_words", ["no"]), ("allowed_token_ids", [1]), ("structured_outputs", object()), ("prompt_logprobs", 1),
-    ("extra_args", {"a": 1}), ("logprobs", 5), ("min_tokens", 2), ("something_new", 1), ("stop", [""]),
+    ("extra_args", {"a": 1}), ("logprobs", 5), ("min_tokens", 2), ("something_new", 1), ("stop", [""]), ("prompt_logprobs", 0), ("use_beam_search", True),
 ])  # fmt: skip
 def test_what_a_pool_lacks_is_refused_by_name(name, value):
     with pytest.raises(ConfigError, match=rf"SamplingParams\.{name}="):
         read(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "hint"), [("top_k", 20, "0"), ("n", 2, "1"), ("repetition_penalty", 1.1, "1")]
+)
+def test_a_refusal_says_what_changes_nothing(name, value, hint):
+    with pytest.raises(ConfigError, match=f"leave it at {hint}$"):
+        read(**{name: value})
+    read(**{name: float(hint)})
 
 
 def test_no_room_is_said():

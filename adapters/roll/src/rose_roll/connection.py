@@ -5,7 +5,6 @@ Invariant: a connection lives until ``close_connections`` or the end of the proc
 
 from __future__ import annotations
 
-import asyncio
 import atexit
 import threading
 import uuid
@@ -14,7 +13,7 @@ from typing import Any
 
 import attrs
 
-from rose.errors import RoseError
+from rose.frameworks import HeldPool
 from rose.sync import RolloutPool
 from rose.types import TurnResult
 from rose_roll.desk import Desk, Request
@@ -82,7 +81,7 @@ class Connection:
 
 
 class LoopConnection:
-    """A pool for coroutines of one event loop, opened when it is first asked for and again after it could not be.
+    """The desk of one event loop, on a pool that is opened when it is first asked for and again after it could not be.
 
     Args:
         options: Where the pool is.
@@ -92,9 +91,8 @@ class LoopConnection:
     def __init__(self, options: RoseOptions, environ: Mapping[str, str] | None = None) -> None:
         self.options = options
         self._environ = environ
-        self._opening = asyncio.Lock()
+        self._held: HeldPool | None = None
         self._desk: Desk | None = None
-        self._holder: asyncio.Task[None] | None = None
 
     async def desk(self) -> Desk:
         """Return the desk of the pool.
@@ -103,30 +101,18 @@ class LoopConnection:
             TransportError: Nothing answers there.
             ConfigError: Nobody said where the pool is, or it does not let this process in.
         """
-        async with self._opening:
-            if self._desk is None:
-                opened: asyncio.Future[Desk] = asyncio.get_running_loop().create_future()
-                self._holder = asyncio.ensure_future(self._hold(opened))
-                self._desk = await opened
-            return self._desk
+        if self._held is None:
+            self._held = HeldPool(self.options.place(self._environ))
+        pool = await self._held.get()
+        if self._desk is None:
+            self._desk = Desk(pool, options=self.options, versions=Versions())
+        return self._desk
 
     async def close(self) -> None:
         """End its turns and the connection."""
-        if self._holder is not None:
-            self._holder.cancel()
-            await asyncio.gather(self._holder, return_exceptions=True)
-        self._holder = self._desk = None
-
-    async def _hold(self, opened: asyncio.Future[Desk]) -> None:
-        """Keep the connection: it belongs to the task that opened it."""
-        try:
-            async with self.options.place(self._environ).connect() as pool:
-                opened.set_result(Desk(pool, options=self.options, versions=Versions()))
-                await asyncio.Event().wait()
-        except RoseError as error:
-            if opened.done():
-                raise
-            opened.set_exception(error)
+        held, self._held, self._desk = self._held, None, None
+        if held is not None:
+            await held.close()
 
 
 async def _make_desk(pool: Any, options: RoseOptions, versions: Versions) -> Desk:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from rose.errors import ConfigError
+from rose.frameworks import is_neutral
 from rose.types import Sampling
 
 Encode = Callable[[str], list[int]]
@@ -20,11 +21,17 @@ _STOPS = ("stop_strings", "stop")
 _COUNT = ("num_return_sequences", "n")
 _READ = {
     *_MAX_TOKENS, *_STOP_IDS, *_STOPS, *_COUNT,
-    "temperature", "top_p", "top_k", "do_sample", "repetition_penalty", "num_beams", "use_beam_search", "logprobs", "seed",
+    "temperature", "top_p", "do_sample", "logprobs", "seed",
     "include_stop_str_in_output", "no_stop_trim", "length_penalty", "max_length", "ignore_eos",
 }  # fmt: skip
-# Neither changes a token: padding is done behind us, and how outputs are handed over is the engine's affair.
-_WITHOUT_EFFECT = {"pad_token_id", "output_kind", "use_cache"}
+_WITHOUT_EFFECT = {"pad_token_id", "use_cache"}  # padding is done behind us, and caches are the engine's affair
+_NO_BEAMS = "there is no beam search; set num_beams: 1"
+_HINTS = {
+    "top_k": "there is no top_k; set top_k: -1 (ROLL's own default is 50)",
+    "repetition_penalty": "there are no penalties; set repetition_penalty: 1.0",
+    "num_beams": _NO_BEAMS,
+    "use_beam_search": _NO_BEAMS,
+}
 
 
 def to_sampling(config: Mapping[str, Any], *, encode: Encode | None = None) -> Sampling:
@@ -63,22 +70,15 @@ def count_sequences(config: Mapping[str, Any]) -> int:
 
 
 def _refusals(config: Mapping[str, Any]) -> Iterable[str]:
-    top_k = config.get("top_k")
-    if top_k not in (None, 0, -1):
-        yield f"top_k: {top_k}: there is no top_k; set top_k: -1 (ROLL's own default is 50)"
-    penalty = _or(config.get("repetition_penalty"), 1.0)
-    if penalty != 1.0:
-        yield f"repetition_penalty: {penalty}: there are no penalties; set repetition_penalty: 1.0"
-    if _or(config.get("num_beams"), 1) != 1 or config.get("use_beam_search"):
-        yield f"num_beams: {config.get('num_beams')}: there is no beam search; set num_beams: 1"
     if config.get("do_sample") is False and _or(config.get("temperature"), 1.0) != 0:
         yield f"do_sample: false with temperature: {config.get('temperature')}: say which; set temperature: 0 for greedy"
     for name in ("include_stop_str_in_output", "no_stop_trim"):
         if config.get(name) is False:
             yield f"{name}: false: the token that stopped a sequence is part of it; set {name}: true, or leave it out"
     for name in sorted(config.keys() - _READ - _WITHOUT_EFFECT):
-        if config[name] is not None:
-            yield f"{name}: {config[name]!r}: not known here; leave it out"
+        value = config[name]
+        if value is not None and not is_neutral(name, value):
+            yield f"{name}: {value!r}: {_HINTS.get(name, 'not known here; leave it out')}"
 
 
 def _stop_ids(config: Mapping[str, Any], encode: Encode | None) -> tuple[tuple[int, ...], list[str]]:

@@ -2,13 +2,18 @@
 
 Life cycle of a version's step:
 
-1. [TRAINER RANK 0] pushed a version and notes which step it is of.
-2. [BOARD] wakes every desk that waits for news.
-3. [DESK] takes it in and asks for the next news, which says that it has. Turns from now on ask for that version at least.
-4. [BOARD] when all desks have, or the slow ones ``ack_s``, the note is acknowledged, and the trainer's step goes on.
+1. [TRAINER RANK 0] published a version and announces which step it is of, before the pool is asked to bring engines there. Nobody is woken, and no
+   turn asks for it.
+2. [DESK] whose turn comes back with tokens of a version that it has not heard of asks for all that is known.
+3. [TRAINER RANK 0] had the pool bring its engines there, as far as they went, and notes the version.
+4. [BOARD] wakes every desk that waits for news.
+5. [DESK] takes it in and asks for the next news, which says that it has. Turns from now on ask for that version at least.
+6. [BOARD] when all desks have, or the slow ones ``ack_s``, the note is acknowledged, and the trainer's step goes on.
 
-Invariants: news are numbered and only added to; a desk that asks with what it has seen misses none; a desk that has died holds nobody
-up for more than ``ack_s``, once.
+A trainer that fails between 1 and 3 leaves a version that has a step and that no turn asks for, which is right whether engines got it or not.
+
+Invariants: the step of a version is known before engines are sent for it, and never changes; turns ask for noted versions only; news are numbered and
+only added to; a desk that asks with what it has seen misses none; a desk that has died holds nobody up for more than ``ack_s``, once.
 """
 
 from __future__ import annotations
@@ -38,7 +43,7 @@ class News:
     Attributes:
         seen: Ask with this number next.
         steps: Steps by version number of the run, only those that are new.
-        newest: The newest version's number; ``None`` before the first.
+        newest: The number of the newest version that was noted; ``None`` before the first.
         num_aborts: How often turns were to end so far.
         is_open: Whether turns may begin.
     """
@@ -61,8 +66,9 @@ class Board:
     def __init__(self, settings: Settings, ack_s: float = _ACK_S) -> None:
         self._settings, self._ack_s = settings, ack_s
         self._run = f"verl-{uuid.uuid4().hex[:12]}"
-        self._log: list[tuple[int, int]] = []  # (version number, step)
-        self._changes = [0]  # length of the log at each number of news
+        self._steps: dict[int, int] = {}  # by version number, also of those that were only announced
+        self._noted: list[int] = []  # version numbers
+        self._changes = [0]  # how many were noted at each number of news
         self._num_aborts, self._is_open = 0, True
         self._desks: dict[str, int] = {}
         self._changed = asyncio.Condition()
@@ -75,11 +81,16 @@ class Board:
         """Return the name of this launch of the trainer."""
         return self._run
 
-    async def note(self, n: int, step: int | None) -> None:
-        """Note that version ``n`` holds the weights of a step; ``None``: of the step before, whose weights were pushed again."""
+    async def announce(self, n: int, step: int | None) -> None:
+        """Learn that version ``n`` holds the weights of a step; ``None``: of the step before, whose weights were pushed again."""
         if step is None:
-            step = self._log[-1][1] if self._log else 0
-        self._log.append((int(n), int(step)))
+            step = next(reversed(self._steps.values()), 0)
+        self._steps.setdefault(int(n), int(step))
+
+    async def note(self, n: int, step: int | None) -> None:
+        """Let turns from now on ask for version ``n``. Arguments as of ``announce``; a step that was announced stays."""
+        await self.announce(n, step)
+        self._noted.append(int(n))
         await self._spread()
 
     async def abort(self) -> None:
@@ -110,15 +121,15 @@ class Board:
             return self._since(seen)
 
     async def known(self) -> News:
-        """Return all that is known, to whoever asks."""
-        return self._since(0)
+        """Return all that is known, to whoever asks; the steps of announced versions too."""
+        return attrs.evolve(self._since(0), steps=dict(self._steps))
 
     def _since(self, seen: int) -> News:
         start = self._changes[seen - 1] if seen else 0
         return News(
             seen=len(self._changes),
-            steps=dict(self._log[start:]),
-            newest=self._log[-1][0] if self._log else None,
+            steps={n: self._steps[n] for n in self._noted[start:]},
+            newest=self._noted[-1] if self._noted else None,
             num_aborts=self._num_aborts,
             is_open=self._is_open,
         )
@@ -126,7 +137,7 @@ class Board:
     async def _spread(self) -> None:
         """Wake the desks and wait until they know."""
         async with self._changed:
-            self._changes.append(len(self._log))
+            self._changes.append(len(self._noted))
             number = len(self._changes)
             self._changed.notify_all()
 

@@ -4,7 +4,7 @@ Life cycle of a turn:
 
 1. [DESK] waits until turns may begin, then asks the pool with the newest version that the board has told of.
 2. [POOL] gives the whole result, whatever happened to engines meanwhile, or one error.
-3. [DESK] puts the trainer's steps in place of versions. One that it has not heard of is asked of the board once.
+3. [DESK] puts the trainer's steps in place of versions. One that it has not heard of is asked of the board once, which knows it since it was published.
 
 Invariants: one desk a process and event loop, shared by all trajectories in it; a turn that an abort ended is given back with its tokens;
 a connection that was lost for good is made anew for the next turn, and the turn that met it runs again.
@@ -20,6 +20,7 @@ from typing import Any
 import attrs
 
 from rose.errors import RoseError, TransportError, TurnFailedError
+from rose.frameworks import HeldPool
 from rose.types import AnyVersion, AtLeast, FinishReason, Turn, TurnResult, WeightVersion
 from rose_verl.board import News
 from rose_verl.fields import Answer, answer_of, sampling_of
@@ -67,8 +68,7 @@ class Desk:
         self._is_open = asyncio.Event()
         self._knows = asyncio.Event()
         self._turns: set[_UnderWay] = set()
-        self._pool: _Connection | None = None
-        self._lock = asyncio.Lock()
+        self._pool: HeldPool | None = None
         self._listener: asyncio.Task[None] | None = None
 
     async def generate(
@@ -138,28 +138,19 @@ class Desk:
             self._turns.discard(under_way)
 
     async def _attempt(self, turn: Turn, under_way: _UnderWay) -> TurnResult:
-        connection = await self._connection()
+        assert self._pool is not None  # noqa: S101 - the first news came
+        pool = await self._pool.get()
         if under_way.is_aborted:
             return _EMPTY
-        under_way.task = asyncio.ensure_future(_partial_if_aborted(connection.pool, turn, under_way))
+        under_way.task = asyncio.ensure_future(_partial_if_aborted(pool, turn, under_way))
         try:
             return await under_way.task
         except TransportError:
-            connection.is_lost = True
+            self._pool.give_up(pool)
             raise
         except asyncio.CancelledError:
             under_way.task.cancel()
             raise
-
-    async def _connection(self) -> _Connection:
-        async with self._lock:
-            if self._pool is not None and self._pool.is_lost:
-                self._pool.close()
-                self._pool = None
-            if self._pool is None:
-                assert self._settings is not None  # noqa: S101 - the first news came
-                self._pool = await _Connection.open(self._settings)
-            return self._pool
 
     # News.
 
@@ -177,6 +168,8 @@ class Desk:
     async def _listen(self) -> None:
         """Take in news for as long as there is a board."""
         self._settings, self._run = await self._board.settings.remote(), await self._board.run.remote()
+        if self._pool is None:
+            self._pool = HeldPool(self._settings.place)
         while True:
             self._take(await self._board.news.remote(self._name, self._seen), is_own=True)
             self._knows.set()
@@ -198,48 +191,6 @@ class Desk:
             self._is_open.set()
         else:
             self._is_open.clear()
-
-
-class _Connection:
-    """A pool that is open, kept by a task of its own: a turn that ends must not take it along."""
-
-    pool: Any
-    is_lost: bool = False
-
-    def __init__(self, settings: Settings) -> None:
-        self._settings = settings
-        self._is_over = asyncio.Event()
-        self._opened: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._task = asyncio.ensure_future(self._keep())
-
-    @classmethod
-    async def open(cls, settings: Settings) -> _Connection:
-        """Connect.
-
-        Raises:
-            RoseError: The pool cannot be reached, or does not let this process in.
-        """
-        self = cls(settings)
-        self.pool = await self._opened
-        return self
-
-    def close(self) -> None:
-        """Let it go."""
-        self._is_over.set()
-
-    async def _keep(self) -> None:
-        try:
-            async with self._settings.place.connect() as pool:
-                self._opened.set_result(pool)
-                await self._is_over.wait()
-        except Exception as error:  # noqa: BLE001 - the root of a task; whoever waits for it is told
-            if self._opened.done():
-                logger().warning("leaving the pool: %s: %s", type(error).__name__, error)
-            else:
-                self._opened.set_exception(error)
-        finally:
-            if not self._opened.done():
-                self._opened.cancel()
 
 
 async def _partial_if_aborted(pool: Any, turn: Turn, under_way: _UnderWay) -> TurnResult:

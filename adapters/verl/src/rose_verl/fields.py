@@ -13,30 +13,11 @@ import attrs
 import xxhash
 
 from rose.errors import RequestRefusedError, TurnFailedError
+from rose.frameworks import is_neutral
 from rose.types import FinishReason, HopEnd, Sampling, TurnResult, WeightVersion
 from rose_verl.settings import Settings
 
 _LIMITS = ("max_tokens", "max_new_tokens")
-_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "top_k": (None, -1, 0),
-    "min_p": (None, 0),
-    "repetition_penalty": (None, 1),
-    "presence_penalty": (None, 0),
-    "frequency_penalty": (None, 0),
-    "n": (None, 1),
-    "best_of": (None, 1),
-    "min_tokens": (None, 0),
-    "stop": (None, (), [], ""),
-    "bad_words": (None, (), []),
-    "logit_bias": (None, {}),
-    "logits_processors": (None, (), []),
-    "prompt_logprobs": (None, False),
-    "extra_args": (None, {}),
-}
-_OF_TEXT = frozenset(
-    {"detokenize", "skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output", "no_stop_trim"}
-)
-"""They say how tokens become text, and there is no text here."""
 
 
 def sampling_of(params: Mapping[str, Any], num_prompt_tokens: int, settings: Settings) -> Sampling:
@@ -97,7 +78,7 @@ def _wants_logprobs(value: Any) -> bool:
 
 
 def _is_harmless(name: str, value: Any) -> bool:
-    return name in _OF_TEXT or (name in _NEUTRAL and any(value == neutral for neutral in _NEUTRAL[name]))
+    return is_neutral(name, value) or (name == "stop" and not value)
 
 
 def refuse_media(given: Mapping[str, Any]) -> None:

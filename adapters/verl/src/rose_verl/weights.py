@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from rose.errors import ConfigError, TransferError
 from rose.frameworks import PushReport, ShardedTrainer, StreamedTrainer, WeightPush
+from rose.types import WeightVersion
 from rose_verl.board import find_board
 from rose_verl.engines import sharded_state
 from rose_verl.say import logger
@@ -76,7 +78,7 @@ class Pusher:
                 publish_timeout_s=options.publish_timeout_s,
                 sync_timeout_s=options.sync_timeout_s,
             )
-        report = await asyncio.to_thread(self._push.push)
+        report = await asyncio.to_thread(self._push.push, announce=self._announcer(step))
         if self._rank != 0:
             return {}
         _refuse_nobody(report)
@@ -84,6 +86,15 @@ class Pusher:
         figures = figures_of(report, taken_s=taken_s, total_s=time.monotonic() - begun)
         _tell(report, step, way, figures)
         return figures
+
+    def _announcer(self, step: int | None) -> Callable[[WeightVersion], None]:
+        """Return what tells the board, from another thread than the event loop's, which step a version is, and waits until it knows."""
+        loop = asyncio.get_running_loop()
+
+        async def tell(version: WeightVersion) -> None:
+            await self._board.announce.remote(version.n, step)
+
+        return lambda version: asyncio.run_coroutine_threadsafe(tell(version), loop).result()
 
     def _take(self, weights: Any, *, is_tied: bool) -> str:
         """Show the trainer this pass's tensors; returns which way."""

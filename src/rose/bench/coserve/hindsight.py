@@ -27,6 +27,7 @@ rollout step costs serving only what it takes beyond the host gap; the best sche
 from __future__ import annotations
 
 import enum
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -121,13 +122,14 @@ class LiveQuiet(Rule):
 class KnownBudgets(Rule):
     """A rollout step is made as soon as no request's total delay passes what it may have."""
 
-    def __init__(self, budgets_s: Sequence[float]) -> None:
-        """Take the delay that each request may have, by index."""
-        self._budgets_s = budgets_s
+    def __init__(self, budgets_s: Sequence[float], *, host_gap_s: float) -> None:
+        """Take the delay that each request may have, by index, and the host gap after each of serving's steps."""
+        self._budgets_s, self._host_gap_s = budgets_s, host_gap_s
 
     def allows(self, moment: Moment) -> bool:
         """Return whether nobody's budget is passed."""
-        budgets_s, clock_s = self._budgets_s, moment.start_s - moment.own_s
+        # own time counts the gap after a request's first token, the moment of that token does not
+        budgets_s, clock_s = self._budgets_s, moment.start_s - moment.own_s - self._host_gap_s
         return all(
             clock_s <= job.first_token_s - job.own_at_first_s + budgets_s[int(job.job_id)]
             for job in moment.batch.decoding()
@@ -291,14 +293,15 @@ def find_hindsight(
 
     Without any, it is the one that uses idle time alone.
     """
+    known = functools.partial(KnownBudgets, host_gap_s=setup.times.host_gap_s)
     indices = [i for i, pace_s in enumerate(alone.tpot_s) if not math.isnan(pace_s)]
-    best = replay(setup, arrivals, KnownBudgets([0.0] * len(arrivals)))
+    best = replay(setup, arrivals, known([0.0] * len(arrivals)))
     for scale in _SCALES:
         limits_s = [scale * limit_s for limit_s in _limits_s(setup, alone, promise)]
         own_s: Sequence[float] = alone.own_s
         has_kept = False
         for _ in range(_ROUNDS):
-            shared = replay(setup, arrivals, KnownBudgets(_budgets_s(arrivals, indices, own_s, limits_s)))
+            shared = replay(setup, arrivals, known(_budgets_s(arrivals, indices, own_s, limits_s)))
             own_s = shared.own_s
             if keeps_promise(setup, alone, shared):
                 has_kept = True

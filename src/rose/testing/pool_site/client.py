@@ -76,7 +76,7 @@ class PoolSite:
         max_len: int = 512,
         max_seqs: int = 16,
         stall_s: float | None = None,
-        seed: int = 0,
+        seed: int | None = None,
         pool: Mapping[str, Any] | None = None,
         python: str | Path | None = None,
         prefix: Sequence[str] = (),
@@ -94,7 +94,8 @@ class PoolSite:
             max_len: Longest prompt plus answer.
             max_seqs: Requests that an engine runs at once.
             stall_s: The pool's bound for stalls; the pool's own default unless given.
-            seed: Of engines and pool.
+            seed: Of the pool and of every engine's sampler; engines of one seed may draw the same answer for the same prompt. Unless given, each engine
+                has one of its own.
             pool: Further fields of ``rose.PoolConfig``.
             python: Of the environment that has vLLM; ``$ROSE_ENGINE_PYTHON``, or the checkout's ``.venv``, unless given.
             prefix: A command before the site's own, ``("nice",)`` for instance.
@@ -115,10 +116,11 @@ class PoolSite:
             "--dtype": dtype,
             "--max-len": max_len,
             "--max-seqs": max_seqs,
-            "--seed": seed,
             "--pool": json.dumps({**(pool or {}), **settings}),
         }
         command = [*prefix, str(engine_python(python)), "-m", "rose.testing.pool_site"]
+        if seed is not None:
+            options["--seed"] = seed
         command += [str(word) for pair in options.items() for word in pair]
         path = Path(tempfile.mkstemp(prefix="rose-site-", suffix=".log")[1] if log is None else log)
         with path.open("a") as errors:

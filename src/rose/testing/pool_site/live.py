@@ -119,7 +119,9 @@ async def open_site(options: SiteOptions) -> AsyncIterator[LiveSite]:
         await processes.start()
         clock = MonotonicClock()
         config = options.pool_config
-        pool = await stack.enter_async_context(RolloutPool(own.values(), config=config, clock=clock, seed=options.seed))
+        pool = await stack.enter_async_context(
+            RolloutPool(own.values(), config=config, clock=clock, seed=options.seed or 0)
+        )
         lent = {}
         for name, url in processes.urls.items():
             front = await stack.enter_async_context(fronted(url, switches[name]))

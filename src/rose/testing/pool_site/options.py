@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+from attrs import validators as v
 
 from rose import checks
 from rose.config import load
@@ -35,7 +36,8 @@ class SiteOptions:
         max_len: Longest prompt plus answer.
         max_seqs: Requests that an engine runs at once.
         kv_bytes: KV memory of an engine.
-        seed: Of the engines' samplers and of the pool.
+        seed: Of the pool, and, if one is given, of the engines' samplers. Engines of one seed may draw the same answer for the same prompt; without,
+            each draws by its own name.
         pool: Fields of ``PoolConfig``. Without a ``routing.cap_per_engine`` no engine is sent more turns than it runs at once.
     """
 
@@ -46,7 +48,7 @@ class SiteOptions:
     max_len: int = attrs.field(default=512, validator=checks.integer(8))
     max_seqs: int = attrs.field(default=16, validator=checks.integer(1))
     kv_bytes: int = attrs.field(default=64 << 20, validator=checks.integer(1 << 20))
-    seed: int = attrs.field(default=0, validator=checks.integer(0))
+    seed: int | None = attrs.field(default=None, validator=v.optional(checks.integer(0)))
     pool: Mapping[str, Any] = attrs.field(factory=dict)
 
     @property
@@ -82,8 +84,7 @@ class SiteOptions:
             "max_num_seqs": self.max_seqs,
             "kv_cache_bytes": self.kv_bytes,
             "dtype": self.dtype,
-            "seed": self.seed,
-        }
+        } | ({} if self.seed is None else {"seed": self.seed})
 
 
 def parse(arguments: Sequence[str]) -> SiteOptions:
@@ -131,7 +132,7 @@ def _parser() -> argparse.ArgumentParser:
         "max_len": "longest prompt plus answer, in tokens",
         "max_seqs": "requests that an engine runs at once",
         "kv_bytes": "KV memory of an engine",
-        "seed": "of engines and pool",
+        "seed": "of the pool and of every engine; each engine has one of its own",
     }
     for name, text in texts.items():
         default = fields[name].default
