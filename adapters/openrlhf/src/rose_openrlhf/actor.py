@@ -14,14 +14,17 @@ import attrs
 
 from rose.errors import ConfigError, RoseError
 from rose.frameworks import HeldPool, PoolPlace, PushReport, StreamedTrainer, WeightPush
+from rose.types import WeightVersion
 from rose_openrlhf.broadcast import BroadcastMember
 from rose_openrlhf.checkpoint import initial_weights
 from rose_openrlhf.flags import Options
 from rose_openrlhf.front import PoolFront
 from rose_openrlhf.turns import TurnLimits, TurnRunner
+from rose_openrlhf.watch import WeightsWatch
 from rose_openrlhf.weights import WeightInlet
 
 _logger = logging.getLogger(__name__)
+_LOOK_S = 15.0
 
 
 @attrs.frozen(kw_only=True)
@@ -60,6 +63,7 @@ class FrontActor(PoolFront):
         self._newest: int | None = None
         self._pool = HeldPool(settings.place)
         self._push: WeightPush | None = None
+        self._watch: WeightsWatch | None = None
 
     async def open(self) -> int | None:
         """Connect, load the executor, publish the checkpoint. Returns the number of the version that the engines have, if any.
@@ -70,6 +74,14 @@ class FrontActor(PoolFront):
         settings, options = self._settings, self._settings.options
         pool = await self._pool.get()
         limits = TurnLimits(deadline_s=options.turn_deadline_s, retry_s=options.retry_s)
+        watch = self._watch = WeightsWatch(
+            generate=pool.generate,
+            version=lambda: _version_of(pool),
+            launch=settings.run,
+            is_due=lambda: self._newest is not None,
+            patience_s=options.retry_s,
+            pause_s=min(_LOOK_S, options.retry_s / 4),
+        )
         trainer = StreamedTrainer(dtype=options.weights_dtype)
         push = self._push = WeightPush(
             settings.place,
@@ -80,7 +92,7 @@ class FrontActor(PoolFront):
         )
         super().__init__(
             run=settings.run,
-            runner=TurnRunner(generate=pool.generate, limits=limits, version=lambda: self._newest, launch=settings.run),
+            runner=TurnRunner(generate=watch.run, limits=limits, version=lambda: self._newest, launch=settings.run),
             inlet=WeightInlet(copy=trainer, push=push, retry_s=options.retry_s, announce=self._note),
             member=BroadcastMember(device=settings.device),
             executor=await asyncio.to_thread(_load_executor, settings),
@@ -96,6 +108,8 @@ class FrontActor(PoolFront):
 
     async def close(self) -> None:
         """Leave the pool and the store. Without it both end with the process."""
+        if self._watch is not None:
+            await self._watch.close()
         await self._pool.close()
         if self._push is not None:
             self._push.close()
@@ -103,6 +117,11 @@ class FrontActor(PoolFront):
     def _note(self, report: PushReport) -> None:
         self._newest = report.version.n
         _logger.info("%s", describe(report))
+
+
+async def _version_of(pool: Any) -> WeightVersion | None:
+    version: WeightVersion | None = (await pool.snapshot()).version
+    return version
 
 
 def describe(report: PushReport) -> str:

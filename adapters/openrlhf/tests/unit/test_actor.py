@@ -10,7 +10,7 @@ from doubles import openrlhf_params
 from harness import make_model
 from rose import RolloutPool
 from rose.backends.memory import MemoryTransport
-from rose.errors import ConfigError, TransportError
+from rose.errors import ConfigError, TransportError, TurnFailedError
 from rose.frameworks import PoolPlace
 from rose.hosts.http.pool_service import PoolService, serve_pool
 from rose.pool.store_offer import StoreOffer
@@ -143,6 +143,16 @@ async def test_another_jobs_weights_are_no_answer(model):
         await front(url, model, run="another").open()
         with pytest.raises(ConfigError, match=r"another:0, not of openrlhf-test .* a pool of its own"):
             await one.generate([5, 6], openrlhf_params(max_tokens=4))
+
+
+async def test_a_turn_does_not_wait_for_weights_that_the_pool_has_no_more(model):
+    async with pool_of(FakeEngine(engine_id=EngineId("e0"))) as (url, _, __):
+        one = front(url, model)
+        await one.open()
+        await sync(one, parameters(model))
+        await front(url, model, run="another").open()
+        with pytest.raises(TurnFailedError, match=r"the pool is at another:0, and had no weights of openrlhf-test"):
+            await asyncio.wait_for(one.generate([5, 6], openrlhf_params(max_tokens=4)), 20)
 
 
 async def test_weights_may_be_cast(model, tmp_path):
