@@ -25,6 +25,7 @@ from rose_openrlhf.weights import WeightInlet
 
 _logger = logging.getLogger(__name__)
 _LOOK_S = 15.0
+_MAX_SAID = 3
 
 
 @attrs.frozen(kw_only=True)
@@ -69,8 +70,15 @@ class FrontActor(PoolFront):
         """Connect, load the executor, publish the checkpoint. Returns the number of the version that the engines have, if any.
 
         Raises:
-            RoseError: The pool cannot be reached or keeps no store, or no engine can hold the weights.
+            RoseError: The pool cannot be reached or keeps no store, or no engine can hold the weights. What was opened is closed then.
         """
+        try:
+            return await self._open()
+        except BaseException:
+            await self.close()
+            raise
+
+    async def _open(self) -> int | None:
         settings, options = self._settings, self._settings.options
         pool = await self._pool.get()
         limits = TurnLimits(deadline_s=options.turn_deadline_s, retry_s=options.retry_s)
@@ -137,14 +145,16 @@ def check_first(report: PushReport) -> None:
     """Check that the checkpoint reached an engine.
 
     Raises:
-        ConfigError: No engine could take it; the message has the first engine's own words.
+        ConfigError: No engine could take it; the message has the first of the first engine's own words.
     """
     if report.sync is None or report.sync.activations or report.sync.unchanged or not report.errors:
         return
     engine_id, error = next(iter(report.errors.items()))
+    said = str(error).split("; ")  # one part a tensor, of which there may be hundreds
+    rest = f"; and {len(said) - _MAX_SAID} more" if len(said) > _MAX_SAID else ""
     message = (
-        f"no engine of the pool can hold the weights of --actor.model_name_or_path; engine {engine_id} says: {error}. The pool's engines must run the "
-        "same model; where they hold another dtype give --rose.weights_dtype"
+        "no engine of the pool can hold the weights of --actor.model_name_or_path: the pool's engines must run the same model; where they hold another "
+        f"dtype give --rose.weights_dtype. Engine {engine_id} says: {'; '.join(said[:_MAX_SAID])}{rest}"
     )
     raise ConfigError(message)
 

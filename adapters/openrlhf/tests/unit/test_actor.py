@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from doubles import openrlhf_params
 from harness import make_model
 from rose import RolloutPool
 from rose.backends.memory import MemoryTransport
-from rose.errors import ConfigError, TransportError, TurnFailedError
+from rose.errors import ConfigError, LayoutMismatchError, TransportError, TurnFailedError
 from rose.frameworks import PoolPlace
 from rose.hosts.http.pool_service import PoolService, serve_pool
 from rose.pool.store_offer import StoreOffer
@@ -145,6 +146,23 @@ async def test_another_jobs_weights_are_no_answer(model):
             await one.generate([5, 6], openrlhf_params(max_tokens=4))
 
 
+async def test_a_sync_that_did_not_reach_the_pool_is_made_up_for(model, monkeypatch):
+    calls, call = [], PoolPlace.call
+
+    def broken_once(self, method, path, *args, **named):
+        calls.append(path)
+        if path == "/v1/sync" and calls.count(path) == 1:
+            raise TransportError("the pool was away for a moment")
+        return call(self, method, path, *args, **named)
+
+    monkeypatch.setattr(PoolPlace, "call", broken_once)
+    async with pool_of(FakeEngine(engine_id=EngineId("e0"))) as (url, _, __):
+        one = front(url, model, retry_s=10.0)
+        assert await one.open() == 1
+        answer = await asyncio.wait_for(one.generate([5, 6], openrlhf_params(max_tokens=4)), 20)
+        assert [str(span.version) for span in answer.rose.versions] == ["openrlhf-test:1"]
+
+
 async def test_a_turn_does_not_wait_for_weights_that_the_pool_has_no_more(model):
     async with pool_of(FakeEngine(engine_id=EngineId("e0"))) as (url, _, __):
         one = front(url, model)
@@ -174,13 +192,14 @@ async def test_a_checkpoint_that_engines_have_is_not_sent(model):
 async def test_what_a_front_needs_is_asked_for_at_once(model):
     async with pool_of(FakeEngine(engine_id=EngineId("e0")), has_store=False) as (url, _, __):
         with pytest.raises(ConfigError, match="keeper"):
-            await front(url, model).open()
+            await make_front(url, model, "r").open()
+        assert not [task for task in asyncio.all_tasks() if task.get_name() == "rose-pool"]  # the connection was left
 
 
 async def test_no_engine_that_can_hold_the_weights_ends_the_job_before_it_begins(model):
     broken = FakeEngine(engine_id=EngineId("e0"), faults=(Fault(kind=FaultKind.FENCE, request_index=0),))
     async with pool_of(broken) as (url, _, __):
-        with pytest.raises(ConfigError, match=r"engine e0 says: .* --rose\.weights_dtype"):
+        with pytest.raises(ConfigError, match=r"give --rose\.weights_dtype\. Engine e0 says: "):
             await front(url, model).open()
 
 
@@ -210,9 +229,13 @@ async def test_a_reward_or_a_checkpoint_that_cannot_be_loaded_is_named(model, tm
             await front(url, tmp_path / "nowhere").open()
 
 
-def test_a_line_a_push():
-    from types import SimpleNamespace
+def test_of_hundreds_of_tensors_that_do_not_fit_a_few_are_named():
+    errors = {"e0": LayoutMismatchError("; ".join(f"layer {n} is unknown" for n in range(100)))}
+    with pytest.raises(ConfigError, match=r"says: layer 0 is unknown; layer 1 .*; layer 2 is unknown; and 97 more$"):
+        check_first(SimpleNamespace(sync=SimpleNamespace(activations={}, unchanged=()), errors=errors))
 
+
+def test_a_line_a_push():
     late = SimpleNamespace(version="r:1", sync=None, problem="not after 3 s", errors={})
     assert describe(late) == "weights r:1: published; not after 3 s"
     check_first(late)  # engines that are slow may still come
