@@ -64,19 +64,19 @@ class Trajectory:
     _newest: int | None = None
     _num_hops: int = 0
 
-    def note(self, result: TurnResult, *, temperature: float = 1.0) -> None:
-        """Count a turn's versions and moves."""
+    def note(self, result: TurnResult, *, launch: str, temperature: float = 1.0) -> None:
+        """Count a turn's moves, and its versions as far as they are of this launch."""
         self._is_drawn = self._is_drawn and temperature >= _DRAWN_ABOVE
         self.drawn = (*self.drawn, *result.token_ids) if self._is_drawn else ()
         self.log_prob += sum(result.logprobs)
-        numbers = [span.version.n for span in result.versions]
+        numbers = [span.version.n for span in result.versions if span.version.run == launch]
         if numbers:
             self._oldest = min(numbers if self._oldest is None else [*numbers, self._oldest])
             self._newest = max(numbers if self._newest is None else [*numbers, self._newest])
         self._num_hops += len(result.hops)
 
     def notes(self) -> dict[str, float]:
-        """Return what is logged of it: the oldest and the newest version (-1: not known), and engines asked, the first included."""
+        """Return what is logged of it: the oldest and the newest version (-1: none of this launch), and engines asked, the first included."""
         oldest, newest = (-1 if value is None else value for value in (self._oldest, self._newest))
         return {
             "rose_version_min": float(oldest),
@@ -136,7 +136,7 @@ class TurnRunner:
         result = await self._drawn(trajectory, prompt_ids, request)
         if request.text.min_tokens and len(result.token_ids) == 1 and result.token_ids[0] in request.text.stop_ids:
             result = await self._whole(trajectory, prompt_ids, request.sampling, [result])
-        trajectory.note(result, temperature=request.sampling.temperature)
+        trajectory.note(result, launch=self.launch, temperature=request.sampling.temperature)
         return result
 
     async def _drawn(self, trajectory: Trajectory, prompt_ids: list[int], request: Request) -> TurnResult:
