@@ -40,6 +40,7 @@ _MAX_REDRAWS = 64
 _DRAWN_ABOVE = 0.5  # temperatures
 _IMPROBABLE = -20.0
 _FIRST_REST_S, _LONGEST_REST_S = 1.0, 15.0
+_SAID_EVERY_S = 10.0
 
 
 @attrs.define
@@ -126,6 +127,7 @@ class TurnRunner:
     rest: Callable[[float], Awaitable[None]] = asyncio.sleep
     clock: Callable[[], float] = time.monotonic
     gate: Callable[[], Awaitable[None]] = _is_open
+    _said_s: float = attrs.field(default=-_SAID_EVERY_S, init=False)
 
     async def run(self, trajectory: Trajectory, prompt_ids: list[int], request: Request) -> TurnResult:
         """Return one whole answer.
@@ -171,11 +173,18 @@ class TurnRunner:
                 rest_s = min(_FIRST_REST_S * 2 ** min(number, 10), _LONGEST_REST_S)
                 if not is_passing(error) or now_s + rest_s > failing_since_s + self.limits.retry_s:
                     raise TurnFailedError(_story(error, trajectory, number + 1), getattr(error, "hops", ())) from error
-                _logger.warning("turn of %s: %s; trying again in %.0f s", trajectory.trajectory_id, error, rest_s)
+                self._say(f"turn of {trajectory.trajectory_id}: {error}; trying again in {rest_s:.0f} s")
                 await self.rest(rest_s)
             else:
                 return join([*parts, self._own(turn, result)])
         raise AssertionError  # itertools.count does not end
+
+    def _say(self, message: str) -> None:
+        """Log what one of many turns met; the others meet it in the same moment."""
+        is_due = self.clock() - self._said_s >= _SAID_EVERY_S
+        _logger.log(logging.WARNING if is_due else logging.DEBUG, "%s", message)
+        if is_due:
+            self._said_s = self.clock()
 
     def _own(self, turn: Turn, result: TurnResult) -> TurnResult:
         """Return a result of this launch's weights as it is; pools count versions within the run that was synced last, whosever it is."""

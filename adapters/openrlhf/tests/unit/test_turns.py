@@ -1,5 +1,7 @@
 """Calls to turns: budget, errors that pass, answers that must not be empty."""
 
+import asyncio
+
 import attrs
 import pytest
 
@@ -107,6 +109,24 @@ async def test_a_long_turn_that_gets_on_is_tried_again_as_long_as_a_short_one(pa
     script = Script(*(slow for _ in range(2 if partial else 1)), result("cd"))
     made = await runner(script, clock=clock).run(Trajectory("t", "g"), [65, 66], request(max_tokens=10))
     assert made.token_ids == tuple(map(ord, "ababcd" if partial else "cd"))
+
+
+async def test_what_all_turns_meet_at_once_is_said_once(caplog):
+    clock, failed = [0.0], set()
+
+    def once(turn):
+        if turn.trajectory_id not in failed:
+            failed.add(turn.trajectory_id)
+            raise TransportError("away")
+        return result("ab")
+
+    one = runner(Script(*(once for _ in range(42))), clock=clock)
+    one.rest = lambda _: asyncio.sleep(0)
+    await asyncio.gather(*(one.run(Trajectory(f"t{n}", "g"), [65, 66], request()) for n in range(20)))
+    assert [record.message for record in caplog.records] == ["turn of t0: away; trying again in 1 s"]
+    clock[0] += 10.0
+    await one.run(Trajectory("later", "g"), [65, 66], request())
+    assert len(caplog.records) == 2
 
 
 async def test_slow_tries_without_a_token_have_an_end():
