@@ -183,7 +183,7 @@ async def test_tokens_of_weights_that_the_job_did_not_note_are_an_error():
             await turn(board)
 
 
-async def test_a_pool_that_was_started_anew_ends_the_turns_that_it_can_never_finish(monkeypatch):
+async def test_a_pool_that_was_started_anew_ends_the_turns_that_it_can_never_finish(monkeypatch, told):
     monkeypatch.setattr(desk_module, "_WATCH_S", 0.1)
     async with job(engine()) as board:
         await turn(board)
@@ -197,6 +197,7 @@ async def test_a_pool_that_was_started_anew_ends_the_turns_that_it_can_never_fin
         assert {type(one) for one in found} == {TurnFailedError}
         assert "started anew" in str(found[0])
         assert "from its last checkpoint" in str(found[0])
+        assert [text for level, text in told if level == "ERROR"] == [str(found[0])]  # once, not for every turn
         desk._listener.cancel()
         await desk._pool.close()
     desk_module._desks.clear()

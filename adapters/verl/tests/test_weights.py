@@ -1,7 +1,6 @@
 """A rank's pushes to a pool's real service: what engines get, what the board hears, what veRL logs."""
 
 import contextlib
-import logging
 
 import pytest
 import torch
@@ -17,7 +16,6 @@ from rose.testing import FakeEngine, Fault, FaultKind
 from rose.types import EngineId, WeightVersion
 from rose_verl.board import Board
 from rose_verl.engines import CarriedWeights, carrying
-from rose_verl.say import logger
 from rose_verl.settings import RoseOptions, Settings
 from rose_verl.weights import Pusher
 
@@ -81,21 +79,6 @@ async def test_the_board_knows_the_step_before_an_engine_has_the_version():
         await pusher.push(iter(tensors(1).items()), 5, is_tied=False)
         await pusher.push(iter(tensors(1).items()), None, is_tied=False)
     assert heard == [({0: 4}, None), ({0: 4, 1: 5}, 0), ({0: 4, 1: 5, 2: 5}, 1)]
-
-
-@pytest.fixture
-def told():
-    """What the user is told meanwhile: levels and texts."""
-    found = []
-
-    class Listening(logging.Handler):
-        def emit(self, record):
-            found.append((record.levelname, record.getMessage()))
-
-    listening = Listening()
-    logger().addHandler(listening)
-    yield found
-    logger().removeHandler(listening)
 
 
 async def test_an_engine_that_does_not_take_weights_is_named_and_nothing_stops(told):

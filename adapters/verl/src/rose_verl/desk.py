@@ -169,18 +169,20 @@ class Desk:
         Raises:
             TurnFailedError: It was. It will never have the weights that the turns ask for.
         """
+        assert self._settings is not None  # noqa: S101 - the first news came
+        message = (
+            f"the pool at {self._settings.place.url} has lost this job's weights: it was started anew, or another job publishes to it; "
+            "start this job again, from its last checkpoint"
+        )
         now = time.monotonic()
         if self._has_tokens and not self._is_lost and now - self._watched_s >= _WATCH_S:
             self._watched_s = now
             with contextlib.suppress(RoseError):  # that is for the turns to find
                 version = (await pool.snapshot()).version
                 self._is_lost = version is None or version.run != self._run
+            if self._is_lost:
+                logger().error("%s", message)
         if self._is_lost:
-            assert self._settings is not None  # noqa: S101 - the first news came
-            message = (
-                f"the pool at {self._settings.place.url} has lost this job's weights: it was started anew, or another job publishes to it; "
-                "start this job again, from its last checkpoint"
-            )
             raise TurnFailedError(message, ())
 
     # News.
