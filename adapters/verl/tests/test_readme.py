@@ -22,6 +22,7 @@ from packaging.utils import canonicalize_name
 import evidence
 import jobs
 import tiny
+from rose.frameworks import watch
 from rose.testing.pool_site.client import engine_environment, engine_python
 
 HERE = Path(__file__).parent
@@ -235,6 +236,7 @@ def test_the_faults_table_is_the_benchmarks():
 def test_the_table_of_refusals_says_what_is_said():
     """Each message of the README is one that the code has."""
     sources = " ".join(path.read_text() for path in (README.parent / "src" / "rose_verl").glob("*.py"))
+    sources += Path(watch.__file__).read_text()
     text = README.read_text(encoding="utf-8")
     for told in (
         "engines of a pool take whole weights, no adapters; set model.lora.merge=True",
@@ -244,7 +246,7 @@ def test_the_table_of_refusals_says_what_is_said():
         "engines that share their devices may answer the same request differently",
         "a pool holds the policy's weights; run reward and teacher models with vllm or sglang",
         "only rose reaches the engines of a pool",
-        "has lost this job's weights",
+        "has lost the weights of this job",
     ):
         assert told in text, told
         assert told in sources, told

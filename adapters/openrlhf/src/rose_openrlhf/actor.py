@@ -13,14 +13,13 @@ from typing import Any
 import attrs
 
 from rose.errors import ConfigError, RoseError
-from rose.frameworks import HeldPool, PoolPlace, PushReport, StreamedTrainer, WeightPush
-from rose.types import WeightVersion
+from rose.frameworks import HeldPool, PoolPlace, PushReport, StreamedTrainer, WeightPush, WeightsWatch
+from rose.types import Turn, TurnResult, WeightVersion
 from rose_openrlhf.broadcast import BroadcastMember
 from rose_openrlhf.checkpoint import initial_weights
 from rose_openrlhf.flags import Options
 from rose_openrlhf.front import PoolFront
 from rose_openrlhf.turns import TurnLimits, TurnRunner
-from rose_openrlhf.watch import WeightsWatch
 from rose_openrlhf.weights import WeightInlet
 
 _logger = logging.getLogger(__name__)
@@ -83,13 +82,17 @@ class FrontActor(PoolFront):
         pool = await self._pool.get()
         limits = TurnLimits(deadline_s=options.turn_deadline_s, retry_s=options.retry_s)
         watch = self._watch = WeightsWatch(
-            generate=pool.generate,
             version=lambda: _version_of(pool),
             launch=settings.run,
             is_due=lambda: self._newest is not None,
             patience_s=options.retry_s,
             pause_s=min(_LOOK_S, options.retry_s / 4),
+            advice="start this job again from its last checkpoint (--ckpt.load_enable)",
         )
+
+        async def generate(turn: Turn) -> TurnResult:
+            return await watch.guard(asyncio.ensure_future(pool.generate(turn)))
+
         trainer = StreamedTrainer(dtype=options.weights_dtype)
         push = self._push = WeightPush(
             settings.place,
@@ -100,7 +103,7 @@ class FrontActor(PoolFront):
         )
         super().__init__(
             run=settings.run,
-            runner=TurnRunner(generate=watch.run, limits=limits, version=lambda: self._newest, launch=settings.run),
+            runner=TurnRunner(generate=generate, limits=limits, version=lambda: self._newest, launch=settings.run),
             inlet=WeightInlet(copy=trainer, push=push, retry_s=options.retry_s, announce=self._note),
             member=BroadcastMember(device=settings.device),
             executor=await asyncio.to_thread(_load_executor, settings),

@@ -14,8 +14,6 @@ weights, a pool that knows of none is another one, started anew, and every turn 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import time
 import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -23,7 +21,7 @@ from typing import Any
 import attrs
 
 from rose.errors import RoseError, TransportError, TurnFailedError
-from rose.frameworks import HeldPool
+from rose.frameworks import HeldPool, WeightsWatch
 from rose.types import AnyVersion, AtLeast, FinishReason, Turn, TurnResult, WeightVersion
 from rose_verl.board import News
 from rose_verl.fields import Answer, answer_of, sampling_of
@@ -74,8 +72,8 @@ class Desk:
         self._knows = asyncio.Event()
         self._turns: set[_UnderWay] = set()
         self._pool: HeldPool | None = None
-        self._has_tokens = self._is_lost = False
-        self._watched_s = 0.0
+        self._watch: WeightsWatch | None = None
+        self._has_tokens = False
         self._listener: asyncio.Task[None] | None = None
 
     async def generate(
@@ -147,43 +145,21 @@ class Desk:
 
     async def _attempt(self, turn: Turn, under_way: _UnderWay) -> TurnResult:
         assert self._pool is not None  # noqa: S101 - the first news came
+        assert self._watch is not None  # noqa: S101 - as above
         pool = await self._pool.get()
         if under_way.is_aborted:
             return _EMPTY
         under_way.task = asyncio.ensure_future(_partial_if_aborted(pool, turn, under_way))
         try:
-            while not (await asyncio.wait({under_way.task}, timeout=_WATCH_S))[0]:
-                await self._watch(pool)
-            return under_way.task.result()
+            return await self._watch.guard(under_way.task)
         except TransportError:
             self._pool.give_up(pool)
             raise
-        finally:
-            if not under_way.task.done():
-                under_way.task.cancel()
-                await asyncio.wait({under_way.task})
 
-    async def _watch(self, pool: Any) -> None:
-        """Find out, for all turns that wait, whether the pool was started anew.
-
-        Raises:
-            TurnFailedError: It was. It will never have the weights that the turns ask for.
-        """
-        assert self._settings is not None  # noqa: S101 - the first news came
-        message = (
-            f"the pool at {self._settings.place.url} has lost this job's weights: it was started anew, or another job publishes to it; "
-            "start this job again, from its last checkpoint"
-        )
-        now = time.monotonic()
-        if self._has_tokens and not self._is_lost and now - self._watched_s >= _WATCH_S:
-            self._watched_s = now
-            with contextlib.suppress(RoseError):  # that is for the turns to find
-                version = (await pool.snapshot()).version
-                self._is_lost = version is None or version.run != self._run
-            if self._is_lost:
-                logger().error("%s", message)
-        if self._is_lost:
-            raise TurnFailedError(message, ())
+    async def _version(self) -> WeightVersion | None:
+        assert self._pool is not None  # noqa: S101 - the first news came
+        version: WeightVersion | None = (await (await self._pool.get()).snapshot()).version
+        return version
 
     # News.
 
@@ -204,6 +180,15 @@ class Desk:
         self._settings, self._run = await self._board.settings.remote(), await self._board.run.remote()
         if self._pool is None:
             self._pool = HeldPool(self._settings.place)
+            self._watch = WeightsWatch(
+                version=self._version,
+                launch=self._run,
+                is_due=lambda: self._has_tokens,
+                patience_s=0.0,
+                pause_s=_WATCH_S,
+                advice="start this job again, from its last checkpoint",
+                tell=lambda message: logger().error("%s", message),
+            )
         while True:
             self._take(await self._board.news.remote(self._name, self._seen), is_own=True)
             self._knows.set()
