@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from types import SimpleNamespace
 from typing import Any
 
+import attrs
 import pytest
 
-from rose.errors import ConfigError
+from rose.errors import ConfigError, TransportError
 from rose.types import AnyVersion, AtLeast, FinishReason, Sampling, Turn, TurnResult, VersionSpan, WeightVersion
 from rose_roll.desk import Desk, Request
 from rose_roll.options import RoseOptions, wire_dtype
+from rose_roll.patience import Patience
 from rose_roll.versions import Versions, ends_of, spans_of
 
 
@@ -21,8 +24,15 @@ class Pool:
     def __init__(self) -> None:
         self.version: WeightVersion | None = None
         self.turns: list[Turn] = []
+        self.num_asked = 0
+        self.is_away = False
 
     async def snapshot(self) -> Any:
+        self.num_asked += 1
+        await asyncio.sleep(0)
+        if self.is_away:
+            message = "away"
+            raise TransportError(message)
         return SimpleNamespace(version=self.version)
 
     async def generate(self, turn: Turn) -> TurnResult:
@@ -43,12 +53,47 @@ async def test_turns_ask_for_the_newest_weights_that_are_known() -> None:
     now[0] = 3.0
     await desk.run(REQUEST)
     pool.version = WeightVersion("r", 5)
-    await desk.read_version(step=9)
+    await desk.begin_step(9)
     await desk.run(REQUEST)
     assert [turn.versions for turn in pool.turns] == [AnyVersion(), AnyVersion(), AtLeast(4), AtLeast(5)]
     assert {turn.deadline_s for turn in pool.turns} == {7.0}
     assert versions.step_of(WeightVersion("r", 5)) == 9
     assert versions.step_of(WeightVersion("r", 4)) is None
+
+
+async def test_turns_of_a_step_wait_for_its_version() -> None:
+    """None of them goes out with what was known before; one of them asks."""
+    pool = Pool()
+    desk = Desk(pool, options=RoseOptions(), versions=Versions())
+    pool.version = WeightVersion("r", 4)
+    await desk.begin_step(0)
+    pool.version = WeightVersion("r", 5)
+    other = attrs.evolve(REQUEST, request_id="r1")
+    await asyncio.gather(desk.begin_step(1), desk.run(REQUEST), desk.run(other))
+    assert [turn.versions for turn in pool.turns] == [AtLeast(5), AtLeast(5)]
+    assert pool.num_asked == 2
+
+
+async def test_a_pool_that_is_away_when_a_step_begins_is_waited_for() -> None:
+    pool = Pool()
+    desk = Desk(pool, options=RoseOptions(retry_s=0.001), versions=Versions())
+    pool.version, pool.is_away = WeightVersion("r", 4), True
+    await desk.begin_step(7)
+    with pytest.raises(TransportError):
+        await desk.run(REQUEST)
+    running = asyncio.ensure_future(desk.run(REQUEST, patience=Patience(60.0)))
+    await asyncio.sleep(0.01)
+    pool.is_away = False
+    await running
+    assert [turn.versions for turn in pool.turns] == [AtLeast(4)]
+    assert desk.versions.step_of(WeightVersion("r", 4)) == 7
+
+
+def test_a_pool_that_lost_its_weights_makes_no_older_ones_good() -> None:
+    versions = Versions()
+    versions.note(WeightVersion("r", 4))
+    versions.note(None)
+    assert versions.constraint() == AtLeast(4)
 
 
 def test_a_version_keeps_the_step_that_it_was_first_seen_in() -> None:

@@ -79,7 +79,7 @@ def test_managers_of_single_steps_are_refused() -> None:
 
 
 def test_the_pools_place_comes_with_the_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("ROSE_POOL", raising=False)
+    monkeypatch.setenv("ROSE_POOL", "http://of-another-job:1")
     import os
 
     Manager(pipeline_config=SimpleNamespace(system_envs={"ROSE_POOL": "http://a:1", "OTHER": "x"}))

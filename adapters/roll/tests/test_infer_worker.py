@@ -13,7 +13,7 @@ from helpers import worker_config
 
 from rose.errors import ConfigError, TransportError
 from rose.testing import FakeEngine
-from rose.types import EngineId
+from rose.types import EngineId, WeightVersion
 from rose_roll.infer_worker import RoseFront, RoseInferWorker
 
 pytestmark = pytest.mark.doubles
@@ -38,12 +38,13 @@ def payload(rid: str = "r", ids: tuple[int, ...] = (5, 6), **params: Any) -> dic
 
 
 async def test_a_response_is_what_the_router_wants(make_front: Any) -> None:
-    front, _ = make_front()
+    front, _ = make_front(FakeEngine(engine_id=EngineId("e0"), weight_version=WeightVersion("r", 3)))
     await front.initialize(SimpleNamespace())
     response = await front.generate_request(payload())
-    assert sorted(response) == ["finish_reasons", "output_logprobs", "output_token_ids"]
+    assert sorted(response) == ["finish_reasons", "output_logprobs", "output_token_ids", "rose_spans"]
     assert response["finish_reasons"] == ["length"]
     assert [len(response[name][0]) for name in ("output_token_ids", "output_logprobs")] == [8, 8]
+    assert response["rose_spans"] == [[{"start": 0, "end": 8, "version": "r:3", "step": None}]]
 
 
 async def test_several_sequences_of_one_prompt(make_front: Any) -> None:
@@ -72,7 +73,9 @@ async def test_an_abort_before_the_first_token_is_no_error(make_front: Any) -> N
     running = asyncio.create_task(front.generate_request(payload("r1")))
     await asyncio.sleep(0.2)
     await front.abort_requests(["r1"])
-    assert await running == {"finish_reasons": ["abort"], "output_token_ids": [[]], "output_logprobs": [[]]}
+    response = await running
+    assert response["finish_reasons"] == ["abort"]
+    assert response["output_token_ids"] == response["output_logprobs"] == response["rose_spans"] == [[]]
 
 
 async def test_turns_of_an_environment_stay_on_their_engine(make_front: Any) -> None:
@@ -117,6 +120,12 @@ async def test_what_a_front_does_not_do_is_refused(make_front: Any) -> None:
         await front.generate(None)
     with pytest.raises(ConfigError, match="EnvAffinityRouter"):
         front.get_url()
+
+
+async def test_a_prompt_that_fills_the_context_makes_no_empty_answer(make_front: Any) -> None:
+    front, _ = make_front(FakeEngine(engine_id=EngineId("e0"), max_model_len=2))
+    with pytest.raises(ConfigError, match="leaves no room"):
+        await front.generate_request(payload())
 
 
 async def test_states_cost_nothing_and_metrics_are_the_pools(make_front: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,9 +14,11 @@ from helpers import SETTINGS, make_proxy, prompt
 from rose import PoolConfig
 from rose.errors import ConfigError, NoEngineError
 from rose.testing import FakeEngine, Fault, FaultKind
-from rose.types import EngineId, WeightVersion
+from rose.types import EngineId, TurnResult, WeightVersion
 from rose_roll.fields import object_array
 from rose_roll.llm_proxy import TrajectoryName
+from rose_roll.partials import NOTHING
+from rose_roll.patience import Patience
 
 
 def engine(name: str = "e0", **options: Any) -> FakeEngine:
@@ -128,6 +131,26 @@ def test_an_error_that_lasts_is_raised_in_the_end(make_site: Any, tokenizer: Any
     assert num_none >= 2
     assert caught.value.partial is not None
     assert len(caught.value.partial.token_ids) == 2
+
+
+def test_time_in_which_roll_is_suspended_is_no_failure(
+    make_site: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    proxy, now = make_proxy(make_site(engine()).url, tokenizer, retry_s=0.001), [0.0]
+    proxy._patience = Patience(10.0, clock=lambda: now[0])
+    tries: list[TurnResult | NoEngineError] = [NoEngineError("none"), NOTHING, NoEngineError("none")]
+
+    def run(*_: Any) -> TurnResult:
+        done = tries.pop(0)
+        if isinstance(done, NoEngineError):
+            raise done
+        return done
+
+    monkeypatch.setattr(proxy, "_connection", SimpleNamespace(run=run))
+    for now_s in (0.0, 1.0, 1000.0):
+        now[0] = now_s
+        assert proxy.generate([], prompt([5]), dict(SETTINGS)) is None
+    assert not tries
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import attrs
+
 from rose.types import FinishReason, Sampling, TurnResult, VersionSpan, WeightVersion
-from rose_roll.partials import NOTHING, Partials, cut, join, remaining
+from rose_roll.partials import NOTHING, Partials, ended, join, remaining
 
 
 def result(num_tokens: int, *, n: int = 0, first: int = 0, ended: FinishReason = FinishReason.ABORTED) -> TurnResult:
@@ -31,9 +33,17 @@ def test_nothing_changes_nothing() -> None:
 def test_the_budget_holds_over_all_parts() -> None:
     assert remaining(Sampling(max_tokens=5, seed=10), result(3)) == Sampling(max_tokens=2, seed=13)
     assert remaining(Sampling(max_tokens=3), result(3)) is None
-    short = cut(join(result(3), result(4, n=1, first=3)), 5)
+    short = ended(join(result(3), result(4, n=1, first=3)), Sampling(max_tokens=5))
     assert (len(short.token_ids), len(short.logprobs), short.finish_reason) == (5, 5, FinishReason.LENGTH)
     assert [(span.start, span.end) for span in short.versions] == [(0, 3), (3, 5)]
+
+
+def test_nothing_is_drawn_behind_a_stop_token() -> None:
+    """An abort may come between a turn's last token and the word that it has ended."""
+    done, sampling = result(3), Sampling(max_tokens=5, stop_token_ids=(2,))
+    assert remaining(sampling, done) is None
+    assert ended(done, sampling) == attrs.evolve(done, finish_reason=FinishReason.STOP)
+    assert remaining(sampling, result(2)) == attrs.evolve(sampling, max_tokens=3)
 
 
 def test_a_part_belongs_to_its_prompt() -> None:

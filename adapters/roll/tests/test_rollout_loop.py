@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -114,6 +115,33 @@ async def test_an_abort_by_the_users_loop_comes_back(make_site: Any, tokenizer: 
     await client._connection.close()
 
 
+async def test_an_abort_by_the_users_loop_reaches_a_request_that_waits(make_site: Any, tokenizer: Any) -> None:
+    """ROLL's router has never heard of it, and has no worker to ask."""
+    client, manager, _ = make_client(make_site(), tokenizer)
+    manager.need_suspend = True
+    running = asyncio.create_task(client.generate_request(sample(), "r0", 0))
+    await asyncio.sleep(0)
+    await manager.router.abort_requests(["r0"], 0)
+    manager.resume()
+    assert (await running).meta_info["finish_reasons"] == ["abort"]
+    assert manager.router.aborted == []
+    await client._connection.close()
+
+
+def test_the_pools_token_may_come_from_the_environment(
+    make_site: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    token = tmp_path / "token"
+    token.write_text("secret-enough")
+    token.chmod(0o600)
+    monkeypatch.setenv("ROSE_POOL_TOKEN_FILE", str(token))
+    monkeypatch.setenv("ROSE_POOL", "http://of-another-job:1")
+    site = make_site()
+    client, _, _ = make_client(site, tokenizer)
+    place = client._connection.options.place(client._connection._environ)
+    assert (place.url, place.token) == (site.url, "secret-enough")
+
+
 async def test_a_prompt_that_roll_gives_up_is_cancelled(make_site: Any, tokenizer: Any) -> None:
     """ROLL cancels the task and aborts the request in one breath; the cancellation must win."""
     site = make_site(FakeEngine(engine_id=EngineId("e0"), token_s=0.03))
@@ -162,6 +190,13 @@ async def test_what_cannot_be_kept_is_refused(make_site: Any, tokenizer: Any) ->
     with pytest.raises(ConfigError, match="num_return_sequences: 4"):
         await client.generate_request(asked, "r0", 0)
     assert not manager.inflight_requests
+    await client._connection.close()
+
+
+async def test_a_prompt_that_fills_the_context_makes_no_empty_sample(make_site: Any, tokenizer: Any) -> None:
+    client, _, _ = make_client(make_site(FakeEngine(engine_id=EngineId("e0"), max_model_len=3)), tokenizer)
+    with pytest.raises(ConfigError, match=r"set prompt_length \+ response_length"):
+        await client.generate_request(sample(), "r0", 0)
     await client._connection.close()
 
 

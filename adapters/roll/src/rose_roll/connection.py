@@ -56,9 +56,9 @@ class Connection:
             with self._lock:
                 del self._gate_of[request.request_id]
 
-    def read_version(self, step: int) -> None:
+    def begin_step(self, step: int) -> None:
         """Note which version the pool has at the beginning of a step of ROLL."""
-        self.pool.call(lambda _: self.desk.read_version(step))
+        self.pool.call(lambda _: self.desk.begin_step(step))
 
     def gate(self, router: Any, poll_s: float) -> RouterGate:
         """Return the gate of a router, the same for all proxies of it in this process."""

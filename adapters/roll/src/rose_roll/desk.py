@@ -10,6 +10,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Iterable
 from typing import Any
 
@@ -18,10 +19,11 @@ import attrs
 from rose.errors import RoseError
 from rose.types import FinishReason, Sampling, Turn, TurnResult
 from rose_roll.options import RoseOptions
-from rose_roll.partials import NOTHING, cut, join, remaining
+from rose_roll.partials import NOTHING, ended, join, remaining
 from rose_roll.patience import MENDABLE, Patience
 from rose_roll.versions import Versions
 
+_logger = logging.getLogger("rose_roll")
 FINISH_REASONS = {
     FinishReason.STOP: "stop",
     FinishReason.LENGTH: "length",
@@ -65,6 +67,7 @@ class Desk:
         self._options = options
         self.versions = versions
         self._live: dict[str, _Live] = {}
+        self._asking = asyncio.Lock()
 
     @property
     def num_live(self) -> int:
@@ -118,16 +121,19 @@ class Desk:
             live.task.cancel()
         return len(wanted)
 
-    async def read_version(self, step: int | None = None) -> None:
-        """Ask the pool for its version, for the turns from now on."""
-        snapshot = self._pool.snapshot()
-        self.versions.note((await snapshot if asyncio.iscoroutine(snapshot) else snapshot).version, step)
+    async def begin_step(self, step: int) -> None:
+        """Ask the pool for its version in a new step of ROLL. Where the pool is away, the step's turns ask, and wait for it."""
+        self.versions.owe(step)
+        try:
+            await self._refresh()
+        except MENDABLE as error:
+            _logger.warning("the pool was not asked for its weights when step %d began: %s", step, error)
 
     async def _tries(self, live: _Live, patience: Patience | None) -> TurnResult:
         while True:
             left = remaining(live.request.sampling, live.done)
             if left is None:
-                return cut(live.done, live.request.sampling.max_tokens)
+                return ended(live.done, live.request.sampling)
             try:
                 return join(live.done, await self._try(live, left))
             except RoseError as error:
@@ -138,8 +144,7 @@ class Desk:
             await asyncio.sleep(self._options.retry_s)
 
     async def _try(self, live: _Live, left: Sampling) -> TurnResult:
-        if self.versions.is_old():
-            await self.read_version()
+        await self._refresh()
         turn = Turn(
             trajectory_id=live.request.trajectory_id,
             group_id=live.request.group_id,
@@ -150,3 +155,10 @@ class Desk:
         )
         result: TurnResult = await self._pool.generate(turn)
         return result
+
+    async def _refresh(self) -> None:
+        """Ask the pool for its version where what is known is old: one turn asks, the others wait for the answer."""
+        async with self._asking:
+            if self.versions.is_old():
+                snapshot = self._pool.snapshot()
+                self.versions.note((await snapshot if asyncio.iscoroutine(snapshot) else snapshot).version)

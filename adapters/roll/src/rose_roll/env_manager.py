@@ -28,7 +28,7 @@ class RoseEnvManager:
     def __init__(self, *args: Any, pipeline_config: Any, **kwargs: Any) -> None:
         for name in ENVIRONMENT:  # ROLL sets system_envs in its GPU workers only
             if name in (getattr(pipeline_config, "system_envs", None) or {}):
-                os.environ.setdefault(name, str(pipeline_config.system_envs[name]))
+                os.environ[name] = str(pipeline_config.system_envs[name])
         super().__init__(*args, pipeline_config=pipeline_config, **kwargs)  # type: ignore[call-arg]
 
     def update_step(self, global_step: int, trace_meta: Any = None) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rose.errors import TurnFailedError
+from rose.errors import ConfigError, TurnFailedError
 from rose.types import TurnResult
 from rose_roll.desk import FINISH_REASONS
 
@@ -74,6 +74,21 @@ def check_logprobs(result: TurnResult) -> None:
     if len(result.logprobs) != len(result.token_ids):
         message = f"{len(result.logprobs)} log-probs came for {len(result.token_ids)} tokens; nothing is made up for those missing"
         raise TurnFailedError(message, result.hops)
+
+
+def check_room(prompt_ids: Sequence[int], result: TurnResult, *, setting: str) -> None:
+    """Refuse a turn that ended by itself without a token: its prompt fills the engines' context.
+
+    Raises:
+        ConfigError: Names the setting of ROLL's that is too large.
+    """
+    if result.token_ids or FINISH_REASONS[result.finish_reason] == "abort":
+        return
+    message = (
+        f"a prompt of {len(prompt_ids)} tokens leaves no room in the pool's engines; "
+        f"set {setting} to at most their longest context (max_model_len)"
+    )
+    raise ConfigError(message)
 
 
 def response_payload(results: Sequence[TurnResult], *, has_logprobs: bool) -> dict[str, Any]:

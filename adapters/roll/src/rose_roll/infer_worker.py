@@ -30,13 +30,14 @@ from rose.errors import ConfigError
 from rose.types import TurnResult
 from rose_roll.connection import LoopConnection
 from rose_roll.desk import Desk, Request
-from rose_roll.fields import response_payload
+from rose_roll.fields import check_room, response_payload
 from rose_roll.full_weights import FullWeights
 from rose_roll.launch import launch_name
 from rose_roll.options import RoseOptions, wire_dtype
 from rose_roll.patience import Patience
 from rose_roll.sampling import count_sequences, to_sampling
 from rose_roll.trajectories import Trajectories
+from rose_roll.versions import spans_of
 
 _MAX_RESTARTS = -1
 _MAX_RETRIES = -1
@@ -84,7 +85,8 @@ class RoseFront(InferWorker):
             payload: ``rid``, ``input_ids``, and ``sampling_params`` as the router makes them for vLLM or SGLang.
 
         Returns:
-            ``finish_reasons``, ``output_token_ids``, ``output_logprobs`` (or ``None``), one entry a sequence, and ``rose_spans``.
+            ``finish_reasons``, ``output_token_ids``, ``output_logprobs`` (or ``None``) and ``rose_spans``, one entry a sequence. (ROLL's
+            own client passes the last one over.)
 
         Raises:
             ConfigError: A setting cannot be kept, or the request is not of tokens alone.
@@ -109,7 +111,9 @@ class RoseFront(InferWorker):
             for number, name in enumerate(names)
         ]
         results = await self._run(requests)
-        return response_payload(results, has_logprobs=sampling.logprobs)
+        versions = (await self._desk()).versions
+        spans = [spans_of(result, versions) for result in results]
+        return {**response_payload(results, has_logprobs=sampling.logprobs), "rose_spans": spans}
 
     async def abort_requests(self, request_ids: Sequence[str]) -> None:
         """End requests; each returns the tokens that it has."""
@@ -123,6 +127,7 @@ class RoseFront(InferWorker):
             tasks = [group.create_task(desk.run(one, patience=Patience(self._options.give_up_s))) for one in requests]
         results = [task.result() for task in tasks]
         for request, result in zip(requests, results, strict=True):
+            check_room(request.prompt_ids, result, setting="sequence_length (or prompt_length + response_length)")
             self._known.end(request.trajectory_id, request.prompt_ids + result.token_ids)
         return results
 

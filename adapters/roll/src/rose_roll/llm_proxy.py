@@ -23,7 +23,7 @@ from rose.errors import ConfigError
 from rose.types import FinishReason, TurnResult
 from rose_roll.connection import new_request_id, shared_connection
 from rose_roll.desk import Request
-from rose_roll.fields import sequence_tensors, unpadded
+from rose_roll.fields import check_room, sequence_tensors, unpadded
 from rose_roll.options import RoseOptions
 from rose_roll.partials import NOTHING, Partials
 from rose_roll.patience import MENDABLE, Patience
@@ -61,7 +61,7 @@ class RoseProxy(BaseLLMProxy):
 
     def begin_step(self, step: int) -> None:
         """Note that ROLL begins a step: turns from now on want the weights that the pool has now."""
-        self._connection.read_version(step)
+        self._connection.begin_step(step)
 
     def generate(
         self,
@@ -91,13 +91,7 @@ class RoseProxy(BaseLLMProxy):
         if result is None or result.finish_reason in (FinishReason.ABORTED, FinishReason.EVICTED):
             self._keep(request, result or NOTHING)
             return None
-        self._patience.reset()
-        if not result.token_ids:
-            message = (
-                f"a prompt of {len(request.prompt_ids)} tokens leaves no room in the pool's engines; "
-                "set sequence_length to at most their longest context (max_model_len)"
-            )
-            raise ConfigError(message)
+        check_room(request.prompt_ids, result, setting="sequence_length")
         self._known.end(request.trajectory_id, request.prompt_ids + result.token_ids)
         return self._output(lm_input, request, result, num_resumed=len(done.token_ids))
 
@@ -129,9 +123,12 @@ class RoseProxy(BaseLLMProxy):
         if self._gate is not None and not self._gate.enter(request.request_id):
             return None
         try:
-            return self._connection.run(request, done, self._gate)
+            result = self._connection.run(request, done, self._gate)
         except MENDABLE as error:
             done = self._patience.mend(error, done)
+        else:
+            self._patience.reset()
+            return result
         finally:
             if self._gate is not None:
                 self._gate.leave(request.request_id)

@@ -78,7 +78,7 @@ class RoseOptions:
             ConfigError: Nobody said where; the message says what to set.
         """
         variables = os.environ if environ is None else environ
-        option = "system_envs.ROSE_POOL (or llm_proxy.proxy_config.pool)"
+        option = "system_envs.ROSE_POOL (or, for turns alone, llm_proxy.proxy_config.pool)"
         return PoolPlace.of(self.pool, self.token_file, environ=variables, option=option)
 
 

@@ -39,16 +39,21 @@ def join(first: TurnResult, second: TurnResult) -> TurnResult:
 
 
 def remaining(sampling: Sampling, done: TurnResult) -> Sampling | None:
-    """Return how to draw what is left of a turn, ``None`` when its budget is used up."""
+    """Return how to draw what is left of a turn, ``None`` when its budget is used up or a stop token ends it."""
     left = sampling.max_tokens - len(done.token_ids)
-    if left <= 0:
+    if left <= 0 or _is_stopped(done, sampling):
         return None
     seed = None if sampling.seed is None else sampling.seed + len(done.token_ids)
     return attrs.evolve(sampling, max_tokens=left, seed=seed)
 
 
-def cut(done: TurnResult, max_tokens: int) -> TurnResult:
-    """Return a result that its budget ends: its first ``max_tokens`` tokens."""
+def ended(done: TurnResult, sampling: Sampling) -> TurnResult:
+    """Return the result of a turn of which nothing is left: up to its stop token, or the first tokens of its budget.
+
+    An abort may come between a turn's last token and the word that it has ended.
+    """
+    max_tokens = sampling.max_tokens
+    is_stopped = len(done.token_ids) <= max_tokens and _is_stopped(done, sampling)
     spans = [
         VersionSpan(version=span.version, start=span.start, end=min(span.end, max_tokens))
         for span in done.versions
@@ -58,9 +63,13 @@ def cut(done: TurnResult, max_tokens: int) -> TurnResult:
         done,
         token_ids=done.token_ids[:max_tokens],
         logprobs=done.logprobs[:max_tokens],
-        finish_reason=FinishReason.LENGTH,
+        finish_reason=FinishReason.STOP if is_stopped else FinishReason.LENGTH,
         versions=tuple(spans),
     )
+
+
+def _is_stopped(done: TurnResult, sampling: Sampling) -> bool:
+    return bool(done.token_ids) and done.token_ids[-1] in sampling.stop_token_ids
 
 
 @attrs.define

@@ -65,5 +65,5 @@ class Patience:
         return attrs.evolve(partial, finish_reason=FinishReason.ABORTED)
 
     def reset(self) -> None:
-        """Note that the turn ended."""
+        """Note that a try did not fail: it ended, or ROLL ended it."""
         self._failing_since_s = None

@@ -14,10 +14,10 @@ budget of new tokens holds over all parts.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
-import attrs
 from roll.distributed.scheduler.protocol import DataProto
 from roll.distributed.scheduler.user_defined_rollout_loop import UserDefinedRolloutLoop
 
@@ -25,7 +25,7 @@ from rose.errors import ConfigError
 from rose.types import FinishReason, TurnResult
 from rose_roll.connection import LoopConnection
 from rose_roll.desk import Desk, Request
-from rose_roll.fields import object_array, response_payload, unpadded
+from rose_roll.fields import check_room, object_array, response_payload, unpadded
 from rose_roll.options import ENVIRONMENT, RoseOptions
 from rose_roll.partials import NOTHING
 from rose_roll.patience import Patience
@@ -51,13 +51,6 @@ class RoseRolloutLoop(UserDefinedRolloutLoop):
         scheduler.router_client = self._client
         context.is_num_return_sequences_expand = True
         return await super().process_new_prompt(context)
-
-
-@attrs.define(eq=False)
-class _Aborts:
-    """Which aborts the user's loop asked for; all others are ROLL's, and are resumed."""
-
-    by_loop: set[str] = attrs.field(factory=set)
 
 
 class PoolRouter:
@@ -102,7 +95,8 @@ class PoolRouterClient:
         self._manager = scheduler.router_manager
         self._eos_ids = [scheduler.tokenizer.eos_token_id, scheduler.tokenizer.pad_token_id]
         self._desk: Desk | None = None
-        self._aborts = _Aborts()
+        self._own: set[str] = set()
+        self._by_loop: set[str] = set()  # whose abort the user's loop asked for; all others are ROLL's, and are resumed
         self._step: int | None = None
 
     @classmethod
@@ -113,8 +107,8 @@ class PoolRouterClient:
             ConfigError: Nobody said where the pool is.
         """
         envs = getattr(scheduler.pipeline_config, "system_envs", None) or {}
-        given = {name: str(envs[name]) for name in ENVIRONMENT if name in envs}
-        client = cls(LoopConnection(RoseOptions.of(environ=given or None), environ=given or None), scheduler)
+        environ = {**os.environ, **{name: str(envs[name]) for name in ENVIRONMENT if name in envs}}
+        client = cls(LoopConnection(RoseOptions.of(environ=environ), environ=environ), scheduler)
         scheduler.router_manager.router = PoolRouter(scheduler.router_manager.router, client)
         return client
 
@@ -134,39 +128,46 @@ class PoolRouterClient:
             RoseError: The turn failed for good.
         """
         request = self._request(req, str(request_id), uid)
-        done, patience = NOTHING, Patience(self._options.give_up_s)
+        self._own.add(request.request_id)
+        try:
+            return await self._parts(req, request)
+        finally:
+            self._own.discard(request.request_id)
+            self._by_loop.discard(request.request_id)
+
+    async def _parts(self, req: DataProto, request: Request) -> DataProto | None:
+        done = NOTHING
         while True:
             if not await self._manager.on_send_request(request.request_id):
                 return None
             result = done
             try:
                 desk = await self._current_desk()
-                if not self._manager.need_suspend:  # it may have come meanwhile, and its abort found nothing
-                    result = await desk.run(request, done=done, patience=patience)
+                is_aborted = self._manager.need_suspend or request.request_id in self._by_loop
+                if not is_aborted:  # it may have come meanwhile, and found nothing to abort
+                    result = await desk.run(request, done=done, patience=Patience(self._options.give_up_s))
             finally:
                 await self._manager.on_request_routed(request.request_id)
-            is_by_loop = request.request_id in self._aborts.by_loop
+            is_by_loop = request.request_id in self._by_loop
             if result.finish_reason not in (FinishReason.ABORTED, FinishReason.EVICTED) or is_by_loop:
-                self._aborts.by_loop.discard(request.request_id)
                 return self._response(req, request, result, num_resumed=len(done.token_ids))
             done = result
 
     def abort(self, request_ids: Sequence[str], *, is_by_loop: bool) -> list[str]:
-        """End requests of the pool; returns the ids that are none of its."""
-        live = set(self._desk.live_ids()) if self._desk is not None else set()
-        own = [one for one in request_ids if one in live]
+        """End requests of the pool, also those that wait for ROLL's resume; returns the ids that are none of its."""
+        own = [one for one in request_ids if one in self._own]
         if is_by_loop:
-            self._aborts.by_loop.update(own)
+            self._by_loop.update(own)
         if self._desk is not None:
             self._desk.abort(own)
-        return [one for one in request_ids if one not in live]
+        return [one for one in request_ids if one not in self._own]
 
     async def _current_desk(self) -> Desk:
         desk = self._desk = await self._connection.desk()
         step = self._scheduler.replay_buffer.current_step
         if step != self._step:
             self._step = step
-            await desk.read_version(step)
+            await desk.begin_step(step)
         return desk
 
     def _request(self, req: DataProto, request_id: str, uid: Any) -> Request:
@@ -189,6 +190,7 @@ class PoolRouterClient:
 
     def _response(self, req: DataProto, request: Request, result: TurnResult, *, num_resumed: int) -> DataProto:
         assert self._desk is not None  # noqa: S101 - it has run the request
+        check_room(request.prompt_ids, result, setting="prompt_length + response_length")
         spans = spans_of(result, self._desk.versions)
         req.non_tensor_batch["rose_versions"] = object_array([ends_of(spans)])
         req.non_tensor_batch["rose_spans"] = object_array([spans])

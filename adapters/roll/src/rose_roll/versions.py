@@ -23,7 +23,7 @@ class Versions:
     """The newest version known, and the step that each was first seen in. Any thread may ask.
 
     Attributes:
-        newest: The pool's version when it was last asked; ``None``: it has none.
+        newest: The pool's newest version when it was asked; ``None``: it had none yet.
         refresh_s: For how long that is believed where no step is announced.
     """
 
@@ -31,25 +31,31 @@ class Versions:
     clock: Callable[[], float] = time.monotonic
     newest: WeightVersion | None = None
     _read_at_s: float | None = attrs.field(default=None, init=False)
+    _owed_step: int | None = attrs.field(default=None, init=False)
     _steps: dict[WeightVersion, int] = attrs.field(factory=dict, init=False)
     _lock: threading.Lock = attrs.field(factory=threading.Lock, init=False)
 
     def is_old(self) -> bool:
-        """Tell whether the pool should be asked again, and count as asked: one of several threads asks."""
+        """Tell whether the pool should be asked again."""
         with self._lock:
-            now_s = self.clock()
-            if self._read_at_s is not None and now_s - self._read_at_s < self.refresh_s:
-                return False
-            self._read_at_s = now_s
-            return True
+            is_old = self._read_at_s is None or self.clock() - self._read_at_s >= self.refresh_s
+            return is_old or self._owed_step is not None
 
     def note(self, version: WeightVersion | None, step: int | None = None) -> None:
-        """Note what the pool has now, and in which step of ROLL that was seen."""
+        """Note what the pool has now, and in which step of ROLL that was seen. One that lost its weights has not made older ones good."""
         with self._lock:
             self._read_at_s = self.clock()
+            step, self._owed_step = self._owed_step if step is None else step, None
+            if version is None:
+                return
             self.newest = version
-            if version is not None and step is not None:
+            if step is not None:
                 self._steps.setdefault(version, step)
+
+    def owe(self, step: int) -> None:
+        """Note that a step began while the pool could not be asked: no turn goes out before it was."""
+        with self._lock:
+            self._owed_step = step
 
     def constraint(self) -> VersionConstraint:
         """Return what a turn that begins now asks for: the newest weights known, or later ones."""
