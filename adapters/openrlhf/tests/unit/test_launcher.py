@@ -60,7 +60,7 @@ async def test_a_pool_that_wants_a_token_says_where_it_goes(given, said, tmp_pat
         assert await asyncio.to_thread(launcher.main, [*JOB, "--rose.pool", url, *flags]) == 2
     errors = capsys.readouterr().err
     assert said in errors
-    assert "--rose.pool_token_file (or ROSE_POOL_TOKEN_FILE)" in errors
+    assert "a file with its token as token_file, or in ROSE_POOL_TOKEN_FILE" in errors
 
 
 def test_something_that_is_no_pool(capsys, monkeypatch):
@@ -75,7 +75,7 @@ def test_something_that_is_no_pool(capsys, monkeypatch):
         server.shutdown()
         server.server_close()
         thread.join()
-    assert f"--rose.pool {url} does not answer as a pool does" in capsys.readouterr().err
+    assert f"no pool answers at {url}" in capsys.readouterr().err
 
 
 def test_the_same_as_a_command():
