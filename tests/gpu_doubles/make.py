@@ -51,7 +51,10 @@ def version_of(name: str, package: Path) -> str:
 
 
 def fetch(folder: Path) -> Path:
-    """Unpack kvcached's source distribution under ``folder``; return where it is."""
+    """Unpack kvcached's source distribution under ``folder``, unless it is there; return where it is."""
+    target = folder.resolve() / f"kvcached-{KVCACHED}"
+    if target.is_dir():
+        return target
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         command = [
             sys.executable,
@@ -70,7 +73,6 @@ def fetch(folder: Path) -> Path:
         if not found:
             message = f"pip could not download kvcached {KVCACHED}; unpack its source distribution and set KVCACHED_SRC"
             raise SystemExit(message)
-        target = folder / f"kvcached-{KVCACHED}"
         found[0].parents[1].rename(target)
     return target
 

@@ -18,7 +18,9 @@ exec python -m verl.trainer.main_ppo \
   actor_rollout_ref.actor.clip_ratio_low=0.2 actor_rollout_ref.actor.clip_ratio_high=0.28 \
   actor_rollout_ref.actor.loss_agg_mode=token-mean actor_rollout_ref.actor.use_kl_loss=False \
   actor_rollout_ref.rollout.n=16 actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=8 \
-  reward.reward_manager.name=dapo \
+  reward.reward_manager.name=dapo +reward.reward_kwargs.max_resp_len=8192 \
+  +reward.reward_kwargs.overlong_buffer_cfg.enable=True +reward.reward_kwargs.overlong_buffer_cfg.len=2048 \
+  +reward.reward_kwargs.overlong_buffer_cfg.penalty_factor=1.0 +reward.reward_kwargs.overlong_buffer_cfg.log=False \
   actor_rollout_ref.rollout.name=rose \
   actor_rollout_ref.rollout.tensor_model_parallel_size=1 \
   +actor_rollout_ref.rollout.agent.agent_loop_manager_class=rose_verl.agents.RoseAgentLoopManager \

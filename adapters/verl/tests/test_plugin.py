@@ -38,9 +38,8 @@ def test_the_entry_point_registers_and_import_verl_stays_cheap():
         """
         import sys, verl
         assert "rose_verl.plugin" in sys.modules, "the entry point was not loaded"
-        for heavy in ("verl.workers.rollout.replica", "verl.workers.engine", "rose_verl.replica", "aiohttp"):
-            if heavy != "aiohttp":
-                assert heavy not in sys.modules, heavy
+        for heavy in ("verl.workers.rollout.replica", "verl.workers.engine", "rose_verl.replica"):
+            assert heavy not in sys.modules, heavy
         from verl.workers.rollout.replica import RolloutReplica, get_rollout_replica_class
         from verl.workers.rollout.base import BaseRollout, get_rollout_class
         from verl.checkpoint_engine import CheckpointEngine, CheckpointEngineRegistry

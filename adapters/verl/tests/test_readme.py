@@ -9,16 +9,23 @@ import signal
 import socket
 import subprocess
 import threading
+import tomllib
+from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 import evidence
 import jobs
 import tiny
 from rose.testing.pool_site.client import engine_environment, engine_python
 
-README = Path(__file__).parents[1] / "README.md"
+HERE = Path(__file__).parent
+README = HERE.parent / "README.md"
 
 
 def free_port():
@@ -39,6 +46,39 @@ def command(start):
     """The words of the README's command that begins so."""
     (block,) = [one for one in blocks("bash") if one.lstrip().startswith(start)]
     return shlex.split(block, comments=True)
+
+
+def test_what_the_readme_installs_has_all_that_verl_imports():
+    """veRL's own dependencies lack what its V1 trainers import; the adapter's extra has them."""
+    (line,) = re.findall(r"veRL's environment \(`pip install (.*?)`\)", README.read_text(encoding="utf-8"))
+    project = tomllib.loads((README.parent / "pyproject.toml").read_text())["project"]
+    wanted = [Requirement(one) for one in shlex.split(line)]
+    assert {one.name for one in wanted} == {"rose-verl"}
+    extras = {extra for one in wanted for extra in one.extras}
+    installed = with_dependencies(
+        project["dependencies"] + [x for e in extras for x in project["optional-dependencies"][e]]
+    )
+    lines = [x for name in ("requirements", "no-deps") for x in (HERE / f"{name}.txt").read_text().splitlines()]
+    used = {canonicalize_name(Requirement(one).name) for one in lines if not one.startswith(("#", "pytest"))}
+    assert not used - installed
+
+
+def with_dependencies(requirements):
+    """The names of distributions that these requirements bring, as the installed ones' metadata say."""
+    found, waiting = set(), [Requirement(one) for one in requirements]
+    while waiting:
+        one = waiting.pop()
+        key = (canonicalize_name(one.name), frozenset(one.extras))
+        if key in found:
+            continue
+        found.add(key)
+        try:
+            needs = [Requirement(text) for text in metadata.requires(one.name) or ()]
+        except metadata.PackageNotFoundError:
+            continue  # services that no test uses
+        for extra in one.extras or {""}:
+            waiting += [need for need in needs if need.marker is None or need.marker.evaluate({"extra": extra})]
+    return {name for name, _ in found}
 
 
 @pytest.fixture
@@ -112,23 +152,55 @@ def test_the_five_minutes(tmp_path, request):
     assert evidence.check_logprobs(found, exact, mean=1.25 * mean, p99=min(3e-2, 1.25 * p99))
 
 
-@pytest.mark.parametrize("name", ["grpo.sh", "dapo.sh"])
-def test_the_examples_are_configurations_of_verl(name, tmp_path):
-    """Every key is one that veRL knows, and what it makes of them is what the adapter accepts."""
+def configuration(name, folder):
+    """What veRL makes of an example's command; it names each key that veRL does not know."""
     script = README.parent / "examples" / name
-    (tmp_path / "python").write_text(f'#!/bin/bash\nexec "{jobs.sys.executable}" "$@" --cfg job\n')
-    (tmp_path / "python").chmod(0o755)
-    env = jobs.environment(POOL="http://127.0.0.1:7100", MODEL="m", DATA="d", PATH=f"{tmp_path}:{os.environ['PATH']}")
+    (folder / "python").write_text(f'#!/bin/bash\nexec "{jobs.sys.executable}" "$@" --cfg job\n')
+    (folder / "python").chmod(0o755)
+    env = jobs.environment(POOL="http://127.0.0.1:7100", MODEL="m", DATA="d", PATH=f"{folder}:{os.environ['PATH']}")
     done = subprocess.run(["bash", str(script)], env=env, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     from omegaconf import OmegaConf
 
+    return OmegaConf.create(done.stdout[done.stdout.index("actor_rollout_ref:") :])
+
+
+@pytest.mark.parametrize("name", ["grpo.sh", "dapo.sh"])
+def test_the_examples_are_configurations_of_verl(name, tmp_path):
+    """Every key is one that veRL knows, and what it makes of them is what the adapter accepts."""
+    from omegaconf import OmegaConf
+
     from rose_verl.settings import Settings
 
-    rollout = OmegaConf.create(done.stdout[done.stdout.index("actor_rollout_ref:") :]).actor_rollout_ref.rollout
+    rollout = configuration(name, tmp_path).actor_rollout_ref.rollout
     rollout.prompt_length = rollout.response_length = 8
     settings = Settings.of(OmegaConf.to_container(OmegaConf.masked_copy(rollout, list(_SEEN))), {}, environ={})
     assert settings.place.url == "http://127.0.0.1:7100"
+
+
+async def test_dapo_shapes_long_answers_down(tmp_path):
+    """As the example's head says, in veRL's own reward manager."""
+    import torch
+    from verl import DataProto
+    from verl.experimental.reward_loop.reward_manager.dapo import DAPORewardManager
+
+    config = configuration("dapo.sh", tmp_path)
+    longest = config.data.max_response_length
+    manager = DAPORewardManager(config, SimpleNamespace(decode=lambda *_, **__: ""), lambda **_: 1.0)
+
+    async def reward(num_tokens):
+        ids = torch.zeros(1, longest, dtype=torch.int64)
+        data = DataProto.from_dict(
+            tensors={"responses": ids, "attention_mask": torch.arange(longest)[None] < num_tokens},
+            non_tensors={
+                "data_source": np.array(["d"], object),
+                "reward_model": np.array([{"ground_truth": ""}], object),
+            },
+        )
+        return float((await manager.run_single(data))["reward_score"])
+
+    assert await reward(longest // 2) == 1.0
+    assert await reward(longest) == 0.0
 
 
 _SEEN = (
@@ -172,6 +244,7 @@ def test_the_table_of_refusals_says_what_is_said():
         "engines that share their devices may answer the same request differently",
         "a pool holds the policy's weights; run reward and teacher models with vllm or sglang",
         "only rose reaches the engines of a pool",
+        "has lost this job's weights",
     ):
         assert told in text, told
         assert told in sources, told

@@ -63,7 +63,9 @@ def test_the_environment_names_the_pool_where_the_job_does_not():
         ({"checkpoint_engine": SimpleNamespace(backend="nccl")}, "checkpoint_engine.backend"),
         ({"temperature": 0.7}, "processed_logprobs"),
         ({"top_p": 0.9}, "processed_logprobs"),
-        ({"engine_kwargs": {"rose": {"pool": "http://h:1", "polo": 1}}}, "polo"),
+        ({"dtype": "half"}, "rollout.dtype = 'half'"),
+        ({"engine_kwargs": {"rose": {"pool": "http://h:1", "polo": 1}}}, r"engine_kwargs\.rose: polo"),
+        ({"engine_kwargs": {"rose": "http://h:1"}}, r"engine_kwargs\.rose\.pool"),
         ({"engine_kwargs": {"rose": {"pool": "http://h:1", "on_abort": "drop"}}}, "on_abort"),
     ],
 )

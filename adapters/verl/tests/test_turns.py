@@ -183,6 +183,25 @@ async def test_tokens_of_weights_that_the_job_did_not_note_are_an_error():
             await turn(board)
 
 
+async def test_a_pool_that_was_started_anew_ends_the_turns_that_it_can_never_finish(monkeypatch):
+    monkeypatch.setattr(desk_module, "_WATCH_S", 0.1)
+    async with job(engine()) as board:
+        await turn(board)
+        place, desk = (await board.settings.remote()).place, desk_module.desk_of(board)
+    desk_module._desks[asyncio.get_running_loop()] = desk
+    async with (
+        rose.RolloutPool([engine()]) as pool,
+        serve_pool(PoolService(pool, name="policy"), place.url.removeprefix("http://")),
+    ):
+        found = await asyncio.gather(*(turn(board, trajectory=f"t{n}") for n in range(3)), return_exceptions=True)
+        assert {type(one) for one in found} == {TurnFailedError}
+        assert "started anew" in str(found[0])
+        assert "from its last checkpoint" in str(found[0])
+        desk._listener.cancel()
+        await desk._pool.close()
+    desk_module._desks.clear()
+
+
 async def test_what_a_pool_has_not_is_refused_and_the_next_turn_is_well():
     async with job(engine()) as board:
         with pytest.raises(RequestRefusedError, match="top_k"):
@@ -207,6 +226,24 @@ async def test_a_cancelled_turn_is_cancelled_at_its_engine():
             await asyncio.sleep(0.02)
         assert slow.aborted
         assert desk_module.desk_of(board).num_turns == 0
+
+
+async def test_a_turn_that_is_cancelled_before_the_board_has_answered_leaves_no_task_behind():
+    class Silent:
+        async def settings(self):
+            await asyncio.Event().wait()
+
+    before = asyncio.all_tasks()
+    board = Here(Silent())
+    task = asyncio.ensure_future(turn(board))
+    await asyncio.sleep(0.05)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    desk = desk_module._desks.pop(asyncio.get_running_loop())
+    desk._listener.cancel()  # the one task that a desk keeps
+    await asyncio.sleep(0.05)
+    assert asyncio.all_tasks() == before
 
 
 async def test_an_abort_ends_turns_with_what_they_have_and_a_resumed_one_is_whole():

@@ -1,6 +1,7 @@
 """A rank's pushes to a pool's real service: what engines get, what the board hears, what veRL logs."""
 
 import contextlib
+import logging
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ import torch
 import rose
 from here import Here
 from rose.backends.memory import MemoryTransport
-from rose.errors import ConfigError, LayoutMismatchError, TransferError
+from rose.errors import ConfigError, LayoutMismatchError, TransferError, TransportError
 from rose.frameworks import PoolPlace
 from rose.hosts.http.pool_service import PoolService, serve_pool
 from rose.pool.store_offer import StoreOffer
@@ -16,6 +17,7 @@ from rose.testing import FakeEngine, Fault, FaultKind
 from rose.types import EngineId, WeightVersion
 from rose_verl.board import Board
 from rose_verl.engines import CarriedWeights, carrying
+from rose_verl.say import logger
 from rose_verl.settings import RoseOptions, Settings
 from rose_verl.weights import Pusher
 
@@ -81,7 +83,22 @@ async def test_the_board_knows_the_step_before_an_engine_has_the_version():
     assert heard == [({0: 4}, None), ({0: 4, 1: 5}, 0), ({0: 4, 1: 5, 2: 5}, 1)]
 
 
-async def test_an_engine_that_does_not_take_weights_is_named_and_nothing_stops(caplog):
+@pytest.fixture
+def told():
+    """What the user is told meanwhile: levels and texts."""
+    found = []
+
+    class Listening(logging.Handler):
+        def emit(self, record):
+            found.append((record.levelname, record.getMessage()))
+
+    listening = Listening()
+    logger().addHandler(listening)
+    yield found
+    logger().removeHandler(listening)
+
+
+async def test_an_engine_that_does_not_take_weights_is_named_and_nothing_stops(told):
     bad = FakeEngine(
         engine_id=EngineId("bad"), faults=[Fault(kind=FaultKind.CORRUPT_UPDATE, request_index=n) for n in (1, 2)]
     )
@@ -90,9 +107,18 @@ async def test_an_engine_that_does_not_take_weights_is_named_and_nothing_stops(c
         figures = await pusher.push(iter(tensors(1).items()), 1, is_tied=False)
         assert figures["rose/engines_failed"] == 1.0
         assert (await board.known()).newest == 1
-    told = [(record.levelname, record.getMessage()) for record in caplog.records if record.name == "rose_verl"]
     assert any(level == "ERROR" and text.startswith("engine bad did not take") for level, text in told)
     assert any("gathered by the trainer" in text for _, text in told)
+
+
+async def test_an_engine_that_is_no_longer_there_is_named_once(told):
+    dying = FakeEngine(engine_id=EngineId("dying"))
+    async with job(dying, FakeEngine(engine_id=EngineId("well"))) as (_, pusher):
+        await pusher.push(iter(tensors(0).items()), 0, is_tied=False)
+        dying.die()
+        for step in (1, 2, 3):
+            await pusher.push(iter(tensors(step).items()), step, is_tied=False)
+    assert sum(text.startswith("left the pool") and text.endswith(": dying") for _, text in told) == 1
 
 
 async def test_first_weights_that_no_engine_takes_end_the_job():
@@ -101,6 +127,13 @@ async def test_first_weights_that_no_engine_takes_end_the_job():
         with pytest.raises(TransferError, match=r"bad: .*rollout\.dtype"):
             await pusher.push(iter(tensors(0).items()), 0, is_tied=False)
         assert (await board.known()).newest is None
+
+
+async def test_a_store_that_is_gone_says_that_the_job_is_to_begin_again():
+    async with job(FakeEngine()) as (_, pusher):
+        await pusher.push(iter(tensors(0).items()), 0, is_tied=False)
+    with pytest.raises(TransportError, match="start the job again, from its last checkpoint"):
+        await pusher.push(iter(tensors(1).items()), 1, is_tied=False)
 
 
 async def test_tensors_that_change_their_shape_are_an_error_that_names_them():

@@ -13,7 +13,7 @@ import attrs
 
 from rose import checks
 from rose.backends.remote.client import HttpClient
-from rose.errors import ConfigError, TransportError
+from rose.errors import ConfigError, RoseError, TransportError
 from rose.interfaces import Transport
 from rose.pool.remote_pool import RemotePool
 from rose.pool.store_offer import StoreOffer
@@ -83,10 +83,17 @@ class PoolPlace:
         """Ask the pool how it is; blocks, and may be called from anywhere. Returns what ``GET /v1/pool`` answers.
 
         Raises:
-            TransportError: Nothing answers there.
+            TransportError: No pool answers there.
             ConfigError: It does not let this process in.
         """
-        answer: Mapping[str, Any] = self.call("GET", "/v1/pool", timeout_s=timeout_s)
+        try:
+            answer: Mapping[str, Any] = self.call("GET", "/v1/pool", timeout_s=timeout_s)
+        except ConfigError as error:
+            message = f"the pool at {self.url} does not let this process in ({error}): name a file with its token as token_file, or in {_TOKEN_VARIABLE}"
+            raise ConfigError(message) from error
+        except RoseError as error:
+            message = f"no pool answers at {self.url} ({error}): start it with `rose pool job.toml`, or give the address that it printed"
+            raise TransportError(message) from error
         return answer
 
     def open_store(self, *, timeout_s: float = 30.0) -> tuple[Transport, StoreOffer]:

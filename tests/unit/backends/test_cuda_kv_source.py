@@ -18,11 +18,13 @@ import pytest
 
 if not os.environ.get("KVCACHED_SRC"):
     pytest.skip("set KVCACHED_SRC to kvcached's unpacked source", allow_module_level=True)
-pytest.importorskip("torch")
+torch = pytest.importorskip("torch")
 
 from gpu_doubles.kvcached_pages import InternalPage, PageAllocator
 from rose.backends.cuda import KvLimiter, LimitedBlocks
 from rose.backends.in_flight import InFlight
+from rose.bench.gpu_check import memory
+from rose.bench.gpu_check.part import Bench
 from rose.errors import EngineError
 
 BLOCK_BYTES = 512 << 10
@@ -203,3 +205,33 @@ def test_two_writers_are_told_of_each_other(engine: Engine) -> None:
 def test_without_a_pool_it_says_how_to_start(source: None) -> None:
     with pytest.raises(EngineError, match=r"'unavailable' \(no_registered_kv_cache_pool\).*ENABLE_KVCACHED=true"):
         KvLimiter.open().limit(1 << 30)
+
+
+def test_the_check_for_gpus_asks_of_a_card_what_kvcached_does(source: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The part ``memory-kvcached`` over kvcached's own manager, on a card of 80 GiB whose pages are counted."""
+    card_bytes, num_buffers = 80 << 30, 2 * memory._NUM_LAYERS
+    interfaces: Any = importlib.import_module("kvcached.integration.vllm.interfaces")
+    interfaces._kvcached_initialized, interfaces._is_worker = True, True
+
+    def alloc_kv_cache(shape: tuple[int, ...], *_: Any) -> None:
+        each_bytes = card_bytes // num_buffers
+        interfaces._created_kv_tensor_capacity[0] = {
+            "num_blocks": each_bytes // (memory._BLOCK_TOKENS * memory._CELL_BYTES),
+            "ftensor_bytes_per_layer": 2 * each_bytes,
+            "num_layers": memory._NUM_LAYERS,
+            "num_kv_buffers": 2,
+        }
+
+    def mem_get_info(device: Any) -> tuple[int, int]:
+        allocator = PageAllocator.instances[-1]
+        num_mapped = allocator.get_num_inuse_pages() + allocator.get_num_reserved_pages()
+        return card_bytes - num_mapped * allocator.page_size * num_buffers, card_bytes
+
+    monkeypatch.setattr(interfaces, "init_kvcached", lambda **_: None)
+    monkeypatch.setattr(interfaces, "alloc_kv_cache", alloc_kv_cache)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", mem_get_info)
+    monkeypatch.setattr(Bench, "wait", lambda _: None)
+    monkeypatch.setattr(memory, "_WAIT_S", 0.05)
+    figures = memory.KvcachedMemory().run(Bench(device=torch.device("cpu"), is_quick=False))
+    assert [one.unit for one in figures] == ["ms", "ms"]
+    assert mem_get_info(None)[0] == card_bytes - (2 << 30), "the pool is full again, and no larger"

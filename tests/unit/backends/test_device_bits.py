@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from rose.transfer.source_views import HeldBits, HeldTensor, View, held_tensors
 torch = pytest.importorskip("torch")
 
 from rose.backends.device_codec import DeviceBase, DeviceBits, DeviceComparer, DeviceHeldBits
+from rose.backends.device_codec import pinned as copies
 from rose.backends.device_codec.torch_way import TorchWay
 from rose.backends.fsdp.shard_bits import CastBits, held_bits, shard_bits
 
@@ -337,3 +339,68 @@ class Noting:
     def compare(self, pairs: Any, *, is_overwrite: bool) -> list[Any]:
         self.log.append("compare")
         return []
+
+
+@pytest.mark.parametrize(("most", "expected"), [(7, []), (8, [(2, 2)])])
+def test_only_small_copies_are_pinned(most: int, expected: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch keeps what was pinned once, rounded up: an embedding's gigabyte as two, for each thread that reads one."""
+    pinned_shapes: list[Any] = []
+
+    def empty_pinned(shape: tuple[int, ...], dtype: Any, device: Any) -> Any:
+        pinned_shapes.append(shape)
+        return torch.empty(shape, dtype=dtype)
+
+    monkeypatch.setattr(copies, "is_async", lambda device: True)
+    monkeypatch.setattr(copies, "empty_pinned", empty_pinned)
+    monkeypatch.setattr(copies, "MAX_PINNED_BYTES", most)
+    monkeypatch.setattr(
+        torch.cuda, "current_stream", lambda device: SimpleNamespace(synchronize=lambda: pinned_shapes.append("waited"))
+    )
+    source = torch.arange(8, dtype=torch.int16).view(2, 4)[:, ::2]
+    found = copies.to_host(source)
+    assert found.is_contiguous()
+    assert found.tolist() == [[0, 2], [4, 6]]
+    assert pinned_shapes == [*expected, "waited"][: 2 * len(expected)]
+
+
+def test_a_default_device_of_the_trainer_s_is_not_that_of_host_memory() -> None:
+    """Frameworks set ``torch.set_default_device("cuda")``, where nothing can be pinned."""
+    weights, versions = make_weights(torch.bfloat16), []
+    masters = make_weights(torch.float32)
+    for how in (on_device, pinned, on_host):
+        with torch.device("meta"):
+            rank = Rank(torch.bfloat16, how)
+            rank.encode(weights, "p")
+            rank.commit(weights)
+            rank.encode(weights, "q")
+            assert all(np.asarray(one).dtype == np.uint16 for one in on_host(masters, torch.bfloat16).values())
+        versions.append(rank.blobs)
+    assert versions[0] == versions[1] == versions[2]
+
+
+def test_a_device_that_is_nearly_full_compares_less_at_a_time() -> None:
+    """A trainer's memory is not this library's; half a gigabyte that is not there shall not end its job."""
+    sizes: list[int] = []
+
+    class Tight(TorchWay):
+        room = 3
+
+        def compare(self, pairs: Any, *, is_overwrite: bool) -> Any:
+            sizes.append(len(pairs))
+            if len(pairs) > self.room:
+                raise torch.OutOfMemoryError
+            return super().compare(pairs, is_overwrite=is_overwrite)
+
+    way = Tight(DeviceComparer(CPU).keys, max_elements=1 << 20)
+    comparer = DeviceComparer(CPU, make_way=lambda keys: way)
+
+    def tight(weights: Mapping[str, Any], dtype: Any) -> Mapping[str, Any]:
+        return {name: DeviceBits(tensor, dtype, comparer=comparer) for name, tensor in weights.items()}
+
+    written = [published(Rank(torch.bfloat16, how), make_weights(torch.bfloat16)) for how in (on_host, tight)]
+    assert written[0] == written[1]
+    assert sizes[0] > 3
+    assert way.max_elements < 1 << 20
+    way.room = 0
+    with pytest.raises(torch.OutOfMemoryError):
+        published(Rank(torch.bfloat16, tight), make_weights(torch.bfloat16))

@@ -175,3 +175,44 @@ def test_a_buffer_is_filled_again_only_when_the_device_has_read_it(monkeypatch: 
     way.flush()
     assert cuda.log == ["wait for event", "record on the stream", "wait for stream"]
     assert live[: positions.size].tolist() == positions.tolist()
+
+
+class Broken:
+    """A kernel that does not compile, or one that writes elsewhere."""
+
+    def __init__(self, error: Exception | None) -> None:
+        self.error, self.num_calls = error, 0
+
+    def __getitem__(self, grid: Any) -> Any:
+        return self.launch
+
+    def launch(self, live: Any, *_: Any, BLOCK: int) -> None:  # noqa: N803 - Triton's constants
+        self.num_calls += 1
+        if self.error is not None:
+            raise self.error
+        live.add_(1)
+
+
+@pytest.mark.parametrize(
+    ("error", "said"), [(RuntimeError("Failed to find C compiler"), "Failed to find C"), (None, "did not write what")]
+)
+def test_a_kernel_that_does_not_work_is_found_before_an_engine_pauses(
+    error: Exception | None, said: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    kernel = Broken(error)
+    monkeypatch.setattr("rose.backends.device_codec.way._scatter_kernel", lambda device: kernel)
+    plan, memory = plan_over(2)
+    sink = DeviceSink(plan)
+    assert kernel.num_calls
+    assert said in caplog.text
+    assert not memory["plain"].any(), "only scratch memory was written to"
+    host_plan, host_memory = plan_over(2)
+    assert filled(sink, 2) == filled(ParameterSink(host_plan), 2)
+    assert torch.equal(memory["columns"], host_memory["columns"])
+
+
+@pytest.mark.parametrize("dtype", SIGNED.values())
+def test_a_warm_way_has_its_buffers(dtype: Any) -> None:
+    way = DeviceWay(CPU, stage_bytes=64)
+    way.warm_up([dtype])
+    assert way._stages is not None

@@ -123,6 +123,58 @@ def test_odd_strides_go_the_torch_way(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked == [2]
 
 
+def test_columns_do_not_slow_down_what_is_one_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer has both; together in one launch all would be read element by element."""
+    generator = torch.Generator().manual_seed(2)
+    launches: list[tuple[int, bool]] = []
+    real = triton_kernels.find_changes
+
+    class Noting:
+        def __getitem__(self, grid: Any) -> Any:
+            def launch(*args: Any, **kinds: Any) -> None:
+                launches.append((args[2], kinds["IS_PLAIN"]))
+                real[grid](*args, **kinds)
+
+            return launch
+
+    monkeypatch.setattr(triton_kernels, "find_changes", Noting())
+    cells = []
+    for columns in (slice(0, 32), slice(0, 16), slice(0, 32), slice(16, 32)):
+        whole = drawn((48, 32), torch.int16, generator)
+        before = whole.clone()
+        before += (torch.rand(whole.shape, generator=generator) < 0.1).to(torch.int16)
+        part = whole[:, columns]
+        rows = Rows(num_rows=48, row_len=part.shape[1], start=columns.start, stride=32)
+        cells.append(Pair(new=part, old=before[:, columns], rows=rows))
+    way = TritonWay(KEYS, block=64, num_slots=64)
+    found = assert_same(way, cells, is_overwrite=False)
+    assert launches == [(2, True), (2, False)]
+    assert all(one.num_changed for one in found)
+
+
+def test_a_way_that_works_here_is_taken() -> None:
+    assert TritonWay.open(KEYS, torch.device("cpu")) is not None
+
+
+@pytest.mark.parametrize(
+    ("kernel", "said"), [("raises", "RuntimeError: Failed to find C compiler"), ("nothing", "did not find the changes")]
+)
+def test_a_way_that_does_not_work_is_not_taken(
+    kernel: str, said: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No compiler on the machine shows only when the first kernel is called."""
+
+    def launch(*args: Any, **_: Any) -> None:
+        if kernel == "raises":
+            message = "Failed to find C compiler"
+            raise RuntimeError(message)
+        args[6].zero_()  # counts: nothing has changed
+
+    monkeypatch.setattr(triton_kernels, "find_changes", {(2,): launch})
+    assert TritonWay.open(KEYS, torch.device("cpu")) is None
+    assert said in caplog.text
+
+
 @pytest.mark.parametrize("dtype", INTS)
 @pytest.mark.parametrize("kind", [torch.int32, torch.int64])
 def test_a_scatter_writes_rows_in_place(dtype: Any, kind: Any) -> None:

@@ -123,6 +123,7 @@ class GpuTensor:
     def __init__(self, size: int, itemsize: int = 1) -> None:
         self.memory = np.zeros(size, dtype=f"u{itemsize}")
         self.dtype, self.shape = f"u{itemsize}", (size,)
+        self.is_fill_queued = True
 
     def is_contiguous(self) -> bool:
         return True
@@ -137,7 +138,14 @@ class GpuTensor:
         return self.memory.ctypes.data
 
     def cpu(self) -> Any:
+        """Wait for what is queued: the tensor was made by ``torch.zeros``, say."""
+        if self.is_fill_queued:
+            self.memory[:] = 0
+        self.is_fill_queued = False
         return SimpleNamespace(numpy=lambda: self.memory)
+
+    def __getitem__(self, part: slice) -> Any:
+        return SimpleNamespace(cpu=self.cpu)
 
 
 def open_transport(**options: Any) -> MooncakeTransport:

@@ -6,17 +6,21 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
 
 from gpu_doubles import doubles
+from rose.backends.device_codec import keys
 from rose.backends.paging import HugeBuffer, give_back, reclaim_ms_per_gib, resident_bytes
 from rose.backends.step_settings import read_settings
 from rose.backends.vllm import device_sleep, gpu_process, parking, utilities
 from rose.backends.vllm.parking import ParkedWeights
 from rose.backends.wire import unwrap
-from rose.errors import BackendUnavailableError, ConfigError, EngineError
+from rose.errors import BackendUnavailableError, ConfigError, EngineError, EngineFencedError
+from rose.transfer import kernels
+from rose.transfer.kernels import Rows
 
 
 @pytest.fixture
@@ -107,8 +111,8 @@ class Core:
 
     def __init__(self, *, has_sleep_mode: bool = True, num_held: int = 0) -> None:
         self.log: list[Any] = []
-        self.sums = [{"w": "1"}]
-        self.fails = False
+        self.sums: list[Any] = [{"w": [1, 2]}]
+        self.fails = self.is_lost = False
         self.vllm_config = SimpleNamespace(
             device_config=SimpleNamespace(device_type="cuda"),
             model_config=SimpleNamespace(enable_sleep_mode=has_sleep_mode),
@@ -151,11 +155,13 @@ class Core:
         self.log.append(f"discard {tags}")
         executor.sleeping_tags |= set(tags)
 
-    def compute_weight_checksums(self) -> list[dict[str, str]]:
-        return self.sums
-
     def collective_rpc(self, method: str, args: Any = ()) -> list[Any]:
+        if method == "rose_resident_sums":
+            return [{"value": one} for one in self.sums]
         self.log.append(method)
+        if method == "wake_up" and self.is_lost:
+            message = "out of memory"
+            raise RuntimeError(message)
         return [100, 100] if method == "rose_weight_bytes" else [{"value": None}]
 
 
@@ -175,7 +181,7 @@ def test_on_a_gpu_other_weights_than_before_are_fenced(keeps_weights: Any) -> No
     utilities.rose_sleep(core, keeps_weights, None)
     assert ("sleep 1" if keeps_weights else "sleep 2") in core.log
     if keeps_weights:
-        core.sums = [{"w": "2"}]
+        core.sums = [{"w": [1, 3]}]
     assert unwrap(utilities.rose_wake(core)) == {"restored_bytes": 0, "is_stale": True}
     assert "rose_fence" in core.log
 
@@ -191,11 +197,54 @@ def test_on_a_gpu_sleep_is_refused_before_a_request_ends() -> None:
 
 
 def test_on_a_gpu_a_failed_sleep_leaves_the_engine_awake() -> None:
+    """The workers may have unmapped everything by then; the executor does not know of it."""
     core = Core()
     core.fails = True
-    with pytest.raises(EngineError, match="out of pinned memory"):
+    with pytest.raises(EngineError, match=r"out of pinned memory$"):
         unwrap(utilities.rose_sleep(core, *KEEPS))
-    assert core.log == ["requests end", "scheduler wakes"]
+    assert core.log == ["requests end", "wake_up", "scheduler wakes"]
+
+
+def test_on_a_gpu_a_sleep_that_failed_half_way_may_cost_the_weights() -> None:
+    core = Core()
+    core.fails = True
+    with pytest.raises(EngineError, match="the weights are lost, and fenced"):
+        unwrap(utilities.rose_sleep(core, False, None))  # noqa: FBT003 - called so
+    assert core.log == ["requests end", "wake_up", "rose_fence", "scheduler wakes"]
+
+
+def test_on_a_gpu_memory_that_does_not_come_back_is_not_computed_on() -> None:
+    core = Core()
+    core.fails = core.is_lost = True
+    with pytest.raises(EngineFencedError, match="restart the engine"):
+        unwrap(utilities.rose_sleep(core, *KEEPS))
+    assert core.log == ["requests end", "wake_up"]
+
+
+def test_on_a_gpu_without_room_for_sums_it_sleeps_all_the_same() -> None:
+    core = Core()
+    core.sums = [{"w": [1, 2]}, None]
+    unwrap(utilities.rose_sleep(core, *KEEPS))
+    assert "sleep 1" in core.log
+    assert unwrap(utilities.rose_wake(core)) == {"restored_bytes": 0, "is_stale": True}
+
+
+def test_the_sums_of_a_model_are_those_of_its_bits(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    sums = keys.sums_of(model)
+    assert sums is not None
+    assert set(sums) == {"0.weight", "0.bias", "transposed"}
+    bits = model.transposed.detach().numpy().view(np.uint32)
+    rows = Rows(num_rows=1, row_len=bits.size, start=0, stride=bits.size)
+    assert tuple(sums["transposed"]) == kernels.load().state_sum(bits.reshape(1, -1), rows)
+    with torch.no_grad():
+        model[0].bias[3] = -model[0].bias[3]
+    assert [name for name, one in (keys.sums_of(model) or {}).items() if one != sums[name]] == ["0.bias"]
+
+    def full(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(keys.Keys, "state_sum", full)
+    assert keys.sums_of(model) is None
 
 
 class KvCore(Core):

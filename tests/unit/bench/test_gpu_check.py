@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,12 +20,13 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from rose.backends.torch_weights.sink import DeviceSink
-from rose.bench.gpu_check import deltas, memory, page, runner, turns
+from rose.bench.gpu_check import deltas, memory, page, qwen3, runner, turns
 from rose.bench.gpu_check.one import outcome_of
 from rose.bench.gpu_check.outcome import FAILED, NOT_RUN, PASSED, Figure, Outcome
 from rose.bench.gpu_check.part import Bench, MismatchError, Part
 from rose.bench.gpu_check.parts import bench_on, parts
 from rose.errors import ConfigError
+from rose.transfer import kernels
 
 ROOT = Path(__file__).parents[3]
 ALL = {one.name: one for one in parts()}
@@ -58,11 +61,26 @@ def test_without_a_gpu_one_clear_line_and_no_record(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(runner, "_DRIVER", tmp_path / "none")
     assert runner.main([]) == 0
     (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith("gpu-check: no GPU here (torch ")
     assert line.endswith("nothing was run and nothing is recorded")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_torch_that_does_not_see_the_card_is_no_machine_without_one(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """``make env`` installs a CPU build, and then the check would pass on any machine."""
+    monkeypatch.setattr(runner, "_DRIVER", tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert runner.main([]) == 2
+    (line,) = capsys.readouterr().out.splitlines()
+    assert "has NVIDIA's driver, but torch" in line
+    assert "a CPU build, sees no GPU" in line
+    assert "GPU_PYTHON=" in line
 
 
 @pytest.mark.parametrize("path", [None, "gpu-cpu.json"])
@@ -95,27 +113,67 @@ def test_the_script_runs_parts_in_processes_of_their_own(tmp_path: Path) -> None
     assert document["commit"]
 
 
+@pytest.mark.parametrize("package", ["attrs", "xxhash", "zstandard"])
+def test_a_package_that_is_missing_is_named(package: str, tmp_path: Path) -> None:
+    (tmp_path / f"{package}.py").write_text(f"raise ModuleNotFoundError('No module named {package}', name='{package}')")
+    command = [sys.executable, "tools/gpu_check.py", "--device", "cpu", "--quick", "--out", str(tmp_path / "x.json")]
+    environment = {**os.environ, "PYTHONPATH": f"src:{tmp_path}"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    said = f"gpu-check: {package} is not installed here; nothing was run and nothing is recorded\n"
+    assert (done.returncode, done.stdout) == (2 if runner._DRIVER.exists() else 0, said), done.stderr
+
+
+def test_a_clone_builds_what_the_card_is_compared_with(tmp_path: Path) -> None:
+    """Nothing was installed there; ``PYTHONPATH=src`` alone has no C kernels."""
+    clone = tmp_path / "clone"
+    for name in ("src", "tools"):
+        shutil.copytree(ROOT / name, clone / name, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    shutil.copy(ROOT / "hatch_build.py", clone)
+    command = [
+        sys.executable,
+        "tools/gpu_check.py",
+        "--device",
+        "cpu",
+        "--quick",
+        "--out",
+        "x.json",
+        "--only",
+        "copies",
+    ]
+    environment = {**os.environ, "PYTHONPATH": "src", "CC": "echo built, with"}
+    done = subprocess.run(command, cwd=clone, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "the C kernels were not built" in done.stderr, "echo builds none, and that is said"
+
+
 def test_a_part_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     arguments = ["--device", "cpu", "--out", str(tmp_path / "x.json"), "--only", "copies", "speed"]
     assert runner.main(arguments) == 2
     assert "there is no part speed, only copies, delta-torch" in capsys.readouterr().out
 
 
-def test_a_process_that_dies_or_hangs_costs_its_part_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    run_one = runner._isolated("cpu", is_quick=True)
-    outcome = run_one("no such part", "shows nothing", 0.0, 60.0)
+def test_a_process_that_dies_costs_its_part_alone() -> None:
+    outcome = runner._isolated("cpu", is_quick=True)("no such part", "shows nothing", 0.0, 60.0)
     assert (outcome.status, outcome.reason) == (FAILED, "its process ended with exit code 1, without a word")
 
-    def hanging(command: Sequence[str], *, timeout: float, check: bool) -> Any:
-        raise subprocess.TimeoutExpired(list(command), timeout)
 
-    monkeypatch.setattr(subprocess, "run", hanging)
-    assert run_one("copies", "shows", 0.0, 5.0).reason == "it had not ended after 5 s"
+def test_a_part_that_hangs_leaves_no_process_behind(tmp_path: Path) -> None:
+    """Its processes would keep memory and time of the card from the parts after it."""
+    child = "import subprocess, sys, time; "
+    grandchild = [sys.executable, "-c", "import time; time.sleep(600)"]
+    text = f"{child}p = subprocess.Popen({grandchild!r}); open({str(tmp_path / 'pid')!r}, 'w').write(str(p.pid)); time.sleep(600)"
+    assert runner.end_of([sys.executable, "-c", text], 3.0) == "it had not ended after 3 s"
+    stat = Path(f"/proc/{(tmp_path / 'pid').read_text()}/stat")
+    deadline_s = time.monotonic() + 10.0
+    while stat.exists() and stat.read_text().rpartition(")")[2].split()[0] not in "ZX":
+        assert time.monotonic() < deadline_s, "the process of a process lives on"
+        time.sleep(0.01)
 
 
-def test_the_whole_check_has_a_limit(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_whole_check_has_a_limit_and_records_as_it_goes(capsys: pytest.CaptureFixture[str]) -> None:
     now = [0.0]
     given: list[tuple[str, float, float]] = []
+    recorded: list[list[str]] = []
 
     def run_one(name: str, shows: str, copy_gb_s: float, limit_s: float) -> Outcome:
         given.append((name, copy_gb_s, limit_s))
@@ -123,10 +181,14 @@ def test_the_whole_check_has_a_limit(capsys: pytest.CaptureFixture[str]) -> None
         figures = [Figure(name="copy within the device", value=7.0, unit="GB/s")] if name == "a" else []
         return Outcome(name=name, shows=shows, status=PASSED, figures=figures)
 
+    def record(outcomes: Sequence[Outcome]) -> None:
+        recorded.append([one.name for one in outcomes])
+
     wanted = dict.fromkeys("abcd", "x")
-    outcomes = runner.run_parts(wanted, run_one, limit_s=310.0, clock=lambda: now[0])
+    outcomes = runner.run_parts(wanted, run_one, record, limit_s=310.0, clock=lambda: now[0])
     assert given == [("a", 0.0, 150.0), ("b", 7.0, 150.0), ("c", 7.0, 110.0)]
     assert outcomes[3].reason == "the check had taken 300 s by then"
+    assert recorded == [list("a"), list("ab"), list("abc"), list("abcd")]
     assert "a                passed" in capsys.readouterr().out
 
 
@@ -177,35 +239,76 @@ def test_two_turns_at_once_fail() -> None:
         turns._handovers([mine, np.array([[10.0, 10.0, 11.0]])])
 
 
+def test_a_process_that_ends_without_a_turn_is_told_at_once(tmp_path: Path) -> None:
+    with pytest.raises(MismatchError, match="of 2 processes that take turns one ended with exit code 1"):
+        turns._processes(tmp_path / "no such folder" / "device", 2, 1, 8, None)
+
+
+def test_without_the_c_kernels_small_shapes_are_proven(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numpy needs some six minutes for one density of a layer of Qwen3-8B; the whole check has ten."""
+    monkeypatch.setattr(deltas, "_NUM_LAYERS", 1)
+    seen: list[bool] = []
+    shapes = qwen3.layer_shapes
+
+    def noting(*, is_quick: bool) -> dict[str, tuple[int, ...]]:
+        seen.append(is_quick)
+        return shapes(is_quick=True)
+
+    monkeypatch.setattr(qwen3, "layer_shapes", noting)
+    whole = attrs.evolve(bench(), is_quick=False)
+    kernels.force("numpy")
+    try:
+        (proven, *_), (*_, blobs) = ALL["delta-torch"].run(whole), ALL["publish"].run(whole)
+    finally:
+        kernels.force(None)
+    assert (proven.name, blobs.name) == (
+        "cells with the CPU codec's bytes and sums (tiny ones: its C kernels are not built)",
+        "blobs of the last version (tiny: the C kernels are not built)",
+    )
+    assert seen.count(False) == 1, "the rate alone is measured on whole layers"
+
+
 class Card:
-    """How much of a card is free, and pools of kvcached and vLLM that take and give it."""
+    """How much of a card is free, and a pool of kvcached on it: pages that come free stay mapped unless the limit is below them."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.free = 10 * memory._GIB
         self.limits: list[int] = []
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (self.free, 0))
+        self.used = self.mapped = 0
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10 * memory._GIB - self.mapped, 0))
         monkeypatch.setattr(Bench, "wait", lambda one: None)
+        monkeypatch.setattr(memory, "_kvcached_pool", lambda device: self)
+        monkeypatch.setattr(memory, "KvLimiter", SimpleNamespace(open=lambda: self))
 
     def limit(self, num_bytes: int) -> None:
         self.limits.append(num_bytes)
-        if num_bytes == memory._GIB:
-            self.free += memory._GIB
+
+    def available_size(self) -> int:
+        return (self.limits[-1] - self.used) // self.block_bytes
+
+    @property
+    def block_bytes(self) -> int:
+        return 2 * memory._GIB // memory._NUM_BLOCKS
 
     def alloc(self, num: int) -> list[int]:
-        self.free -= 2 * memory._GIB if not self.limits else memory._GIB
-        return [num]
+        first = self.used // self.block_bytes
+        self.used += num * self.block_bytes
+        self.mapped = max(self.mapped, self.used)
+        return list(range(first, first + num))
+
+    def free(self, blocks: Sequence[int]) -> None:
+        self.used -= len(blocks) * self.block_bytes
+        self.mapped = max(self.used, min(self.mapped, self.limits[-1]))
 
 
 def test_kv_memory_must_really_leave_and_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
     card = Card(monkeypatch)
-    manager = SimpleNamespace(available_size=lambda: 5, alloc=card.alloc, free=lambda blocks: None)
-    monkeypatch.setattr(memory, "_kvcached_pool", lambda device: manager)
-    monkeypatch.setattr(memory, "KvLimiter", SimpleNamespace(open=lambda: card))
     figures = ALL["memory-kvcached"].run(bench())
     assert [one.is_met for one in figures] == [True, None]
     assert card.limits == [2 * memory._GIB, memory._GIB, 2 * memory._GIB]
+    assert card.mapped == card.used == 2 * memory._GIB
     monkeypatch.setattr(memory, "_WAIT_S", 0.01)
-    card.limit = lambda num_bytes: None  # type: ignore[method-assign]
+    card = Card(monkeypatch)
+    card.free = lambda blocks: None  # type: ignore[method-assign]
     with pytest.raises(MismatchError, match="bytes of the card were free"):
         ALL["memory-kvcached"].run(bench())
 

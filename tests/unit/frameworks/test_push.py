@@ -164,11 +164,29 @@ async def test_a_sync_that_takes_long_is_not_waited_for_beyond_its_time() -> Non
         (report,) = await push(ranks, 0.0)
         assert report.sync is None
         assert "were not at toy-1:0 after 0.05 s (sync_timeout_s)" in report.problem
+        assert report.error is None
         (report,) = await push(ranks, 1.0)
         assert report.version.n == 1
         async with place.connect() as pool, asyncio.timeout(10.0):
             while {engine.version for engine in (await pool.snapshot()).engines} != {WeightVersion("toy-1", 1)}:
                 await asyncio.sleep(0.05)
+
+
+async def test_a_sync_that_failed_as_a_whole_has_its_error_in_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with site(engines()) as (place, _):
+        ranks = pushes(place)
+        call = PoolPlace.call
+
+        def without_sync(self: PoolPlace, method: str, path: str, body: object = None, *, timeout_s: float) -> Any:
+            if path == "/v1/sync":
+                message = "away"
+                raise TransportError(message)
+            return call(self, method, path, body, timeout_s=timeout_s)
+
+        monkeypatch.setattr(PoolPlace, "call", without_sync)
+        (report,) = await push(ranks, 0.0)
+        assert (report.sync, report.problem) == (None, "away")
+        assert isinstance(report.error, TransportError)
 
 
 async def test_nobody_waits_where_that_is_not_wanted() -> None:

@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib
 import logging
+import traceback
+from collections.abc import Iterator
 from typing import Any
 
 import attrs
 
-from rose.errors import ConfigError
+from rose.errors import ConfigError, RoseError
 from rose.frameworks import HeldPool, PoolPlace, PushReport, StreamedTrainer, WeightPush
+from rose.types import WeightVersion
 from rose_openrlhf.broadcast import BroadcastMember
 from rose_openrlhf.checkpoint import initial_weights
 from rose_openrlhf.flags import Options
 from rose_openrlhf.front import PoolFront
 from rose_openrlhf.turns import TurnLimits, TurnRunner
+from rose_openrlhf.watch import WeightsWatch
 from rose_openrlhf.weights import WeightInlet
 
 _logger = logging.getLogger(__name__)
+_LOOK_S = 15.0
+_MAX_SAID = 3
 
 
 @attrs.frozen(kw_only=True)
@@ -57,16 +64,32 @@ class FrontActor(PoolFront):
         self._newest: int | None = None
         self._pool = HeldPool(settings.place)
         self._push: WeightPush | None = None
+        self._watch: WeightsWatch | None = None
 
     async def open(self) -> int | None:
         """Connect, load the executor, publish the checkpoint. Returns the number of the version that the engines have, if any.
 
         Raises:
-            RoseError: The pool cannot be reached or keeps no store, or no engine can hold the weights.
+            RoseError: The pool cannot be reached or keeps no store, or no engine can hold the weights. What was opened is closed then.
         """
+        try:
+            return await self._open()
+        except BaseException:
+            await self.close()
+            raise
+
+    async def _open(self) -> int | None:
         settings, options = self._settings, self._settings.options
         pool = await self._pool.get()
         limits = TurnLimits(deadline_s=options.turn_deadline_s, retry_s=options.retry_s)
+        watch = self._watch = WeightsWatch(
+            generate=pool.generate,
+            version=lambda: _version_of(pool),
+            launch=settings.run,
+            is_due=lambda: self._newest is not None,
+            patience_s=options.retry_s,
+            pause_s=min(_LOOK_S, options.retry_s / 4),
+        )
         trainer = StreamedTrainer(dtype=options.weights_dtype)
         push = self._push = WeightPush(
             settings.place,
@@ -77,7 +100,7 @@ class FrontActor(PoolFront):
         )
         super().__init__(
             run=settings.run,
-            runner=TurnRunner(generate=pool.generate, limits=limits, version=lambda: self._newest),
+            runner=TurnRunner(generate=watch.run, limits=limits, version=lambda: self._newest, launch=settings.run),
             inlet=WeightInlet(copy=trainer, push=push, retry_s=options.retry_s, announce=self._note),
             member=BroadcastMember(device=settings.device),
             executor=await asyncio.to_thread(_load_executor, settings),
@@ -86,11 +109,15 @@ class FrontActor(PoolFront):
             hold_s=options.hold_s,
         )
         if options.initial_weights == "publish":
-            check_first(await self.inlet.take_all(initial_weights(settings.model, settings.param_dtype)))
+            with _loading("--actor.model_name_or_path", settings.model):
+                report = await self.inlet.take_all(initial_weights(settings.model, settings.param_dtype))
+            check_first(report)
         return self._newest
 
     async def close(self) -> None:
         """Leave the pool and the store. Without it both end with the process."""
+        if self._watch is not None:
+            await self._watch.close()
         await self._pool.close()
         if self._push is not None:
             self._push.close()
@@ -98,6 +125,11 @@ class FrontActor(PoolFront):
     def _note(self, report: PushReport) -> None:
         self._newest = report.version.n
         _logger.info("%s", describe(report))
+
+
+async def _version_of(pool: Any) -> WeightVersion | None:
+    version: WeightVersion | None = (await pool.snapshot()).version
+    return version
 
 
 def describe(report: PushReport) -> str:
@@ -113,14 +145,16 @@ def check_first(report: PushReport) -> None:
     """Check that the checkpoint reached an engine.
 
     Raises:
-        ConfigError: No engine could take it; the message has the first engine's own words.
+        ConfigError: No engine could take it; the message has the first of the first engine's own words.
     """
     if report.sync is None or report.sync.activations or report.sync.unchanged or not report.errors:
         return
     engine_id, error = next(iter(report.errors.items()))
+    said = str(error).split("; ")  # one part a tensor, of which there may be hundreds
+    rest = f"; and {len(said) - _MAX_SAID} more" if len(said) > _MAX_SAID else ""
     message = (
-        f"no engine of the pool can hold the weights of --actor.model_name_or_path; engine {engine_id} says: {error}. The pool's engines must run the "
-        "same model; where they hold another dtype give --rose.weights_dtype"
+        "no engine of the pool can hold the weights of --actor.model_name_or_path: the pool's engines must run the same model; where they hold another "
+        f"dtype give --rose.weights_dtype. Engine {engine_id} says: {'; '.join(said[:_MAX_SAID])}{rest}"
     )
     raise ConfigError(message)
 
@@ -128,8 +162,31 @@ def check_first(report: PushReport) -> None:
 def _load_executor(settings: FrontSettings) -> Any:
     if settings.agent_func_path:
         engine = importlib.import_module("openrlhf.trainer.ray.vllm_engine")
-        return engine._load_agent_executor(settings.agent_func_path)  # noqa: SLF001 - there is no other way to load one as OpenRLHF does
-    return importlib.import_module("openrlhf.utils.agent").SingleTurnAgentExecutor(settings.remote_rm_url)
+        with _loading("--train.agent_func_path", settings.agent_func_path):
+            return engine._load_agent_executor(settings.agent_func_path)  # noqa: SLF001 - there is no other way to load one as OpenRLHF does
+    agent = importlib.import_module("openrlhf.utils.agent")
+    with _loading("--reward.remote_url", settings.remote_rm_url):
+        return agent.SingleTurnAgentExecutor(settings.remote_rm_url)
+
+
+@contextlib.contextmanager
+def _loading(flag: str, value: Any) -> Iterator[None]:
+    """Have what a user's own file or checkpoint raises name the flag it came from, and the line.
+
+    Raises:
+        ConfigError: In place of whatever was raised, except ROSE's own errors.
+    """
+    try:
+        yield
+    except RoseError:
+        raise
+    except Exception as error:
+        named = value if isinstance(value, list) else [value]
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename in named]
+        where = f" (line {lines[-1]})" if lines else ""
+        said = " ".join(str(error).split())[:500]
+        message = f"{flag} {value} cannot be loaded: {type(error).__name__}: {said}{where}"
+        raise ConfigError(message) from error
 
 
 def _load_tokenizer(path: str) -> Any:

@@ -46,7 +46,10 @@ class Options:
 
 
 def _positive(text: str) -> float:
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text} is no positive number of seconds")  # noqa: TRY003, EM102 - argparse shows it
     return value

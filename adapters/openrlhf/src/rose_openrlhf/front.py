@@ -2,7 +2,7 @@
 
 The life of a front:
 
-1. *[driver]* ``rose_openrlhf.engines.create_engines`` starts it as a Ray actor in place of vLLM engines.
+1. *[driver]* ``rose_openrlhf.engines.EngineMaker`` starts it as a Ray actor in place of vLLM engines.
 2. *[front]* connects to the pool, loads the executor, and publishes the checkpoint that the training starts from as version 0.
 3. *[trainer rank 0]* ``init_process_group``: the front is rank 1 of 2.
 4. *[generator]* ``generate_responses`` a prompt: OpenRLHF's executors run here, unchanged, with this object as ``llm_engine``; every turn is one of the pool's.
@@ -74,6 +74,7 @@ class PoolFront:
     def __attrs_post_init__(self) -> None:
         """Begin open."""
         self._is_open.set()
+        self.runner.gate = self._wait_until_open
 
     # Rollouts.
 
@@ -143,7 +144,6 @@ class PoolFront:
         request = read_request(
             sampling_params, num_prompt_tokens=len(prompt_ids), max_model_len=self.max_model_len, codec=codec
         )
-        await self._wait_until_open()
         result = await self.runner.run(trajectory, prompt_ids, request)
         check_room(result, request)
         return to_output(f"{trajectory.trajectory_id}#{next(self._numbers)}", prompt_ids, request, result, codec)

@@ -18,7 +18,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rose.errors import ConfigError, RoseError
+from rose.errors import ConfigError, RoseError, TransportError
 from rose.frameworks import PoolPlace
 from rose_openrlhf import workers
 from rose_openrlhf.engines import EngineMaker
@@ -58,10 +58,30 @@ def prepare(arguments: Sequence[str]) -> list[str]:
     os.environ[workers.VLLM_VARIABLE] = options.vllm
     setup = workers.set_up()
     check_job(job, options, has_flash_attn=not setup.flash_attn)
-    check_pool(place.check())
+    check_pool(look_at(place))
     _tell(setup, version, place)
     _replace(EngineMaker(place=place, options=options, job=job, has_vllm=not setup.vllm), options)
     return rest
+
+
+def look_at(place: PoolPlace) -> Mapping[str, Any]:
+    """Return what a pool says of itself.
+
+    Raises:
+        RoseError: It cannot be reached, does not let this job in, or is no pool.
+    """
+    try:
+        return place.check()
+    except TransportError:
+        raise
+    except ConfigError as error:
+        message = f"the pool at {place.url} does not let this job in: {error}; its token goes into the file that --rose.pool_token_file (or ROSE_POOL_TOKEN_FILE) names"
+        raise ConfigError(message) from error
+    except RoseError as error:
+        message = (
+            f"--rose.pool {place.url} does not answer as a pool does: {error}; give the address that `rose pool` prints"
+        )
+        raise ConfigError(message) from error
 
 
 def check_pool(status: Mapping[str, Any]) -> None:

@@ -6,6 +6,8 @@ Invariants:
 * An answer that must have ``min_tokens`` 1 and begins with its end is drawn again, which gives exactly the draw with that token forbidden; a greedy
   one, which would come out the same, is kept.
 * What ends a call early is raised once, with what to do; a sample is never replaced by an empty one.
+* A turn that asks for this launch's weights has no token of another's.
+* Whenever a turn begins, also one that is drawn or tried again, the gate was open.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from typing import Any
 import attrs
 
 from rose.errors import (
+    ConfigError,
     EngineLostError,
     NoEngineError,
     RequestRefusedError,
@@ -37,6 +40,7 @@ _MAX_REDRAWS = 64
 _DRAWN_ABOVE = 0.5  # temperatures
 _IMPROBABLE = -20.0
 _FIRST_REST_S, _LONGEST_REST_S = 1.0, 15.0
+_SAID_EVERY_S = 10.0
 
 
 @attrs.define
@@ -61,25 +65,29 @@ class Trajectory:
     _newest: int | None = None
     _num_hops: int = 0
 
-    def note(self, result: TurnResult, *, temperature: float = 1.0) -> None:
-        """Count a turn's versions and moves."""
+    def note(self, result: TurnResult, *, launch: str, temperature: float = 1.0) -> None:
+        """Count a turn's moves, and its versions as far as they are of this launch."""
         self._is_drawn = self._is_drawn and temperature >= _DRAWN_ABOVE
         self.drawn = (*self.drawn, *result.token_ids) if self._is_drawn else ()
         self.log_prob += sum(result.logprobs)
-        numbers = [span.version.n for span in result.versions]
+        numbers = [span.version.n for span in result.versions if span.version.run == launch]
         if numbers:
             self._oldest = min(numbers if self._oldest is None else [*numbers, self._oldest])
             self._newest = max(numbers if self._newest is None else [*numbers, self._newest])
         self._num_hops += len(result.hops)
 
     def notes(self) -> dict[str, float]:
-        """Return what is logged of it: the oldest and the newest version (-1: not known), and engines asked, the first included."""
+        """Return what is logged of it: the oldest and the newest version (-1: none of this launch), and engines asked, the first included."""
         oldest, newest = (-1 if value is None else value for value in (self._oldest, self._newest))
         return {
             "rose_version_min": float(oldest),
             "rose_version_max": float(newest),
             "rose_hops": float(self._num_hops),
         }
+
+
+async def _is_open() -> None:
+    pass
 
 
 current: contextvars.ContextVar[Trajectory | None] = contextvars.ContextVar("rose_openrlhf_trajectory", default=None)
@@ -107,14 +115,19 @@ class TurnRunner:
         generate: The pool's.
         limits: How long.
         version: Returns the number of the newest weights that the pool was brought to, ``None`` before the first.
+        launch: The run that versions of this launch's weights are of.
         rest: Waits; tests give their own.
+        gate: Returns once turns may begin.
     """
 
     generate: Callable[[Turn], Awaitable[TurnResult]]
     limits: TurnLimits
     version: Callable[[], int | None]
+    launch: str
     rest: Callable[[float], Awaitable[None]] = asyncio.sleep
     clock: Callable[[], float] = time.monotonic
+    gate: Callable[[], Awaitable[None]] = _is_open
+    _said_s: float = attrs.field(default=-_SAID_EVERY_S, init=False)
 
     async def run(self, trajectory: Trajectory, prompt_ids: list[int], request: Request) -> TurnResult:
         """Return one whole answer.
@@ -125,7 +138,7 @@ class TurnRunner:
         result = await self._drawn(trajectory, prompt_ids, request)
         if request.text.min_tokens and len(result.token_ids) == 1 and result.token_ids[0] in request.text.stop_ids:
             result = await self._whole(trajectory, prompt_ids, request.sampling, [result])
-        trajectory.note(result, temperature=request.sampling.temperature)
+        trajectory.note(result, launch=self.launch, temperature=request.sampling.temperature)
         return result
 
     async def _drawn(self, trajectory: Trajectory, prompt_ids: list[int], request: Request) -> TurnResult:
@@ -142,23 +155,47 @@ class TurnRunner:
         self, trajectory: Trajectory, prompt_ids: list[int], sampling: Sampling, parts: list[TurnResult]
     ) -> TurnResult:
         """Return ``parts`` and what comes behind them, as one answer."""
-        give_up_s = self.clock() + self.limits.retry_s
+        failing_since_s: float | None = None
         for number in itertools.count():
             made = [token for part in parts for token in part.token_ids]
             if len(made) >= sampling.max_tokens:
                 return attrs.evolve(join(parts), finish_reason=FinishReason.LENGTH)
+            await self.gate()
             turn = self._turn(trajectory, prompt_ids + made, _rest_of(sampling, len(made)))
             try:
-                return join([*parts, await self.generate(turn)])
+                result = await self.generate(turn)
             except RoseError as error:
+                now_s = self.clock()
                 if error.partial is not None:
-                    parts.append(error.partial)
+                    parts.append(self._own(turn, error.partial))
+                if failing_since_s is None or (error.partial is not None and error.partial.token_ids):
+                    failing_since_s = now_s  # a turn that got on is no turn that fails, however long it took
                 rest_s = min(_FIRST_REST_S * 2 ** min(number, 10), _LONGEST_REST_S)
-                if not is_passing(error) or self.clock() + rest_s > give_up_s:
+                if not is_passing(error) or now_s + rest_s > failing_since_s + self.limits.retry_s:
                     raise TurnFailedError(_story(error, trajectory, number + 1), getattr(error, "hops", ())) from error
-                _logger.warning("turn of %s: %s; trying again in %.0f s", trajectory.trajectory_id, error, rest_s)
+                self._say(f"turn of {trajectory.trajectory_id}: {error}; trying again in {rest_s:.0f} s")
                 await self.rest(rest_s)
+            else:
+                return join([*parts, self._own(turn, result)])
         raise AssertionError  # itertools.count does not end
+
+    def _say(self, message: str) -> None:
+        """Log what one of many turns met; the others meet it in the same moment."""
+        is_due = self.clock() - self._said_s >= _SAID_EVERY_S
+        _logger.log(logging.WARNING if is_due else logging.DEBUG, "%s", message)
+        if is_due:
+            self._said_s = self.clock()
+
+    def _own(self, turn: Turn, result: TurnResult) -> TurnResult:
+        """Return a result of this launch's weights as it is; pools count versions within the run that was synced last, whosever it is."""
+        others = {str(span.version) for span in result.versions if span.version.run != self.launch}
+        if others and not isinstance(turn.versions, AnyVersion):
+            message = (
+                f"turn of {turn.trajectory_id}: its tokens are of the weights {', '.join(sorted(others))}, not of {self.launch} as this job's: another job "
+                "brought its weights to this pool; give each job that runs at the same time a pool of its own"
+            )
+            raise ConfigError(message)
+        return result
 
     def _turn(self, trajectory: Trajectory, prompt_ids: list[int], sampling: Sampling) -> Turn:
         newest = self.version()

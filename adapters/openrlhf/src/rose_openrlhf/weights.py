@@ -14,7 +14,7 @@ Invariants:
 * A version is published whole or not at all: only after its last tensor came, and only if the copy found every
   tensor of the first pass in it.
 * A pass that ends early, or whose first tensor comes again, is dropped; the next whole pass overwrites what it left in the copy.
-* A pass in which nothing changed is a version like any other.
+* A pass in which nothing changed is a version like any other. One whose sync failed as a whole is published once more, as another version.
 * One tensor is held besides the trainer's copy.
 """
 
@@ -135,7 +135,7 @@ class WeightInlet:
     Args:
         copy: The trainer's copy.
         push: What publishes it.
-        retry_s: How long a publish that cannot reach the pool's store is tried again.
+        retry_s: How long a publish that cannot reach the pool's store, or a sync of the pool that fails as a whole, is tried again.
         announce: Told of each report, in order.
     """
 
@@ -152,7 +152,7 @@ class WeightInlet:
 
         Raises:
             LayoutMismatchError: The pass had other tensors than the first one; nothing was published.
-            RoseError: Publishing failed.
+            RoseError: Publishing failed, or the pool's sync did as a whole.
         """
         if self._current is not None and name in self._current.names:
             _logger.warning(
@@ -187,11 +187,14 @@ class WeightInlet:
         while True:
             try:
                 report = await in_thread(self.push.push)
-            except TransportError as error:
-                if self.clock() + _REST_S > give_up_s:
-                    raise
-                _logger.warning("the weights cannot be published now (%s); trying again", error)
-                await self.rest(_REST_S)
-                continue
-            self.announce(report)
-            return report
+                error = report.error
+            except TransportError as unreachable:
+                error = unreachable
+            else:
+                if error is None:
+                    self.announce(report)
+                    return report
+            if self.clock() + _REST_S > give_up_s:
+                raise error
+            _logger.warning("the weights cannot be brought to the pool now (%s); trying again", error)
+            await self.rest(_REST_S)

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from doubles import openrlhf_params
 from harness import make_model
 from rose import RolloutPool
 from rose.backends.memory import MemoryTransport
-from rose.errors import ConfigError, TransportError
+from rose.errors import ConfigError, LayoutMismatchError, TransportError, TurnFailedError
 from rose.frameworks import PoolPlace
 from rose.hosts.http.pool_service import PoolService, serve_pool
 from rose.pool.store_offer import StoreOffer
@@ -49,22 +50,22 @@ async def closing():
     OPEN.clear()
 
 
-def front(url, model, **options):
-    OPEN.append(make_front(url, model, **options))
+def front(url, model, run="openrlhf-test", **options):
+    OPEN.append(make_front(url, model, run, **options))
     return OPEN[-1]
 
 
-def make_front(url, model, **options):
+def make_front(url, model, run, agent=None, reward=None, **options):
     return FrontActor(
         FrontSettings(
             place=PoolPlace(url=url),
             options=Options(**{"retry_s": 0.5, "sync_timeout_s": 20.0, **options}),
-            run="openrlhf-test",
+            run=run,
             model=str(model),
             param_dtype="bf16",
             max_model_len=96,
-            agent_func_path=None,
-            remote_rm_url=None,
+            agent_func_path=agent,
+            remote_rm_url=reward,
             device="cpu",
         )
     )
@@ -136,6 +137,42 @@ async def test_an_engine_that_fails_an_update_is_left_out_and_the_job_goes_on(mo
         assert {hop.engine_id for answer in answers for hop in answer.rose.hops} == {"e0"}
 
 
+async def test_another_jobs_weights_are_no_answer(model):
+    async with pool_of(FakeEngine(engine_id=EngineId("e0"))) as (url, _, __):
+        one = front(url, model)
+        await one.open()
+        await front(url, model, run="another").open()
+        with pytest.raises(ConfigError, match=r"another:0, not of openrlhf-test .* a pool of its own"):
+            await one.generate([5, 6], openrlhf_params(max_tokens=4))
+
+
+async def test_a_sync_that_did_not_reach_the_pool_is_made_up_for(model, monkeypatch):
+    calls, call = [], PoolPlace.call
+
+    def broken_once(self, method, path, *args, **named):
+        calls.append(path)
+        if path == "/v1/sync" and calls.count(path) == 1:
+            raise TransportError("the pool was away for a moment")
+        return call(self, method, path, *args, **named)
+
+    monkeypatch.setattr(PoolPlace, "call", broken_once)
+    async with pool_of(FakeEngine(engine_id=EngineId("e0"))) as (url, _, __):
+        one = front(url, model, retry_s=10.0)
+        assert await one.open() == 1
+        answer = await asyncio.wait_for(one.generate([5, 6], openrlhf_params(max_tokens=4)), 20)
+        assert [str(span.version) for span in answer.rose.versions] == ["openrlhf-test:1"]
+
+
+async def test_a_turn_does_not_wait_for_weights_that_the_pool_has_no_more(model):
+    async with pool_of(FakeEngine(engine_id=EngineId("e0"))) as (url, _, __):
+        one = front(url, model)
+        await one.open()
+        await sync(one, parameters(model))
+        await front(url, model, run="another").open()
+        with pytest.raises(TurnFailedError, match=r"the pool is at another:0, and had no weights of openrlhf-test"):
+            await asyncio.wait_for(one.generate([5, 6], openrlhf_params(max_tokens=4)), 20)
+
+
 async def test_weights_may_be_cast(model, tmp_path):
     async with pool_of(FakeEngine(engine_id=EngineId("e0"))) as (url, _, store):
         await front(url, model, weights_dtype="float32").open()
@@ -155,19 +192,50 @@ async def test_a_checkpoint_that_engines_have_is_not_sent(model):
 async def test_what_a_front_needs_is_asked_for_at_once(model):
     async with pool_of(FakeEngine(engine_id=EngineId("e0")), has_store=False) as (url, _, __):
         with pytest.raises(ConfigError, match="keeper"):
-            await front(url, model).open()
+            await make_front(url, model, "r").open()
+        assert not [task for task in asyncio.all_tasks() if task.get_name() == "rose-pool"]  # the connection was left
 
 
 async def test_no_engine_that_can_hold_the_weights_ends_the_job_before_it_begins(model):
     broken = FakeEngine(engine_id=EngineId("e0"), faults=(Fault(kind=FaultKind.FENCE, request_index=0),))
     async with pool_of(broken) as (url, _, __):
-        with pytest.raises(ConfigError, match=r"engine e0 says: .* --rose\.weights_dtype"):
+        with pytest.raises(ConfigError, match=r"give --rose\.weights_dtype\. Engine e0 says: "):
             await front(url, model).open()
 
 
-def test_a_line_a_push():
-    from types import SimpleNamespace
+@pytest.mark.parametrize(("text", "said"), [
+    (None, "FileNotFoundError: .*agent.py"),
+    ("x = 1", "AssertionError: Agent module must contain AgentExecutor class"),
+    ("x = 1\nimport nothing_of_this_name", r"ModuleNotFoundError: .* \(line 2\)$"),
+    ("x = = 1", r"SyntaxError: .* \(agent\.py, line 1\)$"),
+])  # fmt: skip
+async def test_an_agent_that_cannot_be_loaded_is_named(text, said, model, tmp_path):
+    path = tmp_path / "agent.py"
+    if text is not None:
+        path.write_text(text)
+    async with pool_of(FakeEngine(engine_id=EngineId("e0"))) as (url, _, __):
+        with pytest.raises(ConfigError, match=rf"--train\.agent_func_path \S+ cannot be loaded: {said}") as caught:
+            await front(url, model, agent=str(path)).open()
+        assert "\n" not in str(caught.value)
 
+
+async def test_a_reward_or_a_checkpoint_that_cannot_be_loaded_is_named(model, tmp_path):
+    async with pool_of(FakeEngine(engine_id=EngineId("e0"))) as (url, _, __):
+        with pytest.raises(
+            ConfigError, match=r"--reward\.remote_url .*nowhere\.py.* cannot be loaded: FileNotFoundError"
+        ):
+            await front(url, model, reward=[str(tmp_path / "nowhere.py")]).open()
+        with pytest.raises(ConfigError, match=r"--actor\.model_name_or_path \S+nowhere cannot be loaded: OSError"):
+            await front(url, tmp_path / "nowhere").open()
+
+
+def test_of_hundreds_of_tensors_that_do_not_fit_a_few_are_named():
+    errors = {"e0": LayoutMismatchError("; ".join(f"layer {n} is unknown" for n in range(100)))}
+    with pytest.raises(ConfigError, match=r"says: layer 0 is unknown; layer 1 .*; layer 2 is unknown; and 97 more$"):
+        check_first(SimpleNamespace(sync=SimpleNamespace(activations={}, unchanged=()), errors=errors))
+
+
+def test_a_line_a_push():
     late = SimpleNamespace(version="r:1", sync=None, problem="not after 3 s", errors={})
     assert describe(late) == "weights r:1: published; not after 3 s"
     check_first(late)  # engines that are slow may still come

@@ -23,7 +23,7 @@ def test_own_flags_are_taken_out_and_the_rest_is_left_alone():
 
 @pytest.mark.parametrize(("flags", "said"), [
     ("--rose.poll http://h:1", r"--rose\.poll is no flag"),
-    ("--rose.retry_s soon", "retry_s"),
+    ("--rose.retry_s soon", "retry_s: soon is no positive number"),
     ("--rose.retry_s -1", "no positive number"),
     ("--rose.weights_dtype fp8", "invalid choice"),
     ("--rose.pool", "expected one argument"),

@@ -37,7 +37,8 @@ class Inlet:
 
 
 def front(script, executor, hold_s=5.0, version=lambda: 4):
-    runner = TurnRunner(generate=script.generate, limits=TurnLimits(deadline_s=9.0, retry_s=0.5), version=version)
+    limits = TurnLimits(deadline_s=9.0, retry_s=0.5)
+    runner = TurnRunner(generate=script.generate, limits=limits, version=version, launch="r")
     return PoolFront(
         run="job",
         runner=runner,
@@ -182,6 +183,27 @@ async def test_no_turn_begins_in_a_pause_and_it_takes_the_newest_weights():
     await one.resume_generation()
     await task
     assert script.turns[0].versions == AtLeast(5)
+
+
+async def test_no_turn_is_drawn_again_in_a_pause():
+    newest, turns = [4], []
+
+    class Pool:
+        async def generate(self, turn):
+            turns.append(turn)
+            if len(turns) > 1:
+                return result("ab")
+            await one.pause_generation()
+            return result([])  # an answer that must not be empty
+
+    one = front(Pool(), SingleTurnAgentExecutor(None), version=lambda: newest[0])
+    task = asyncio.create_task(ask(one))
+    await asyncio.sleep(0.05)
+    assert len(turns) == 1
+    newest[0] = 5
+    await one.resume_generation()
+    await asyncio.wait_for(task, 5)
+    assert [turn.versions for turn in turns] == [AtLeast(4), AtLeast(5)]
 
 
 async def test_a_turn_under_way_goes_on_in_a_pause():

@@ -1,12 +1,21 @@
 """What happens before OpenRLHF's command, and what keeps it from being run."""
 
+import asyncio
+import hashlib
 import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from importlib import metadata
 
 import pytest
 
+from rose import RolloutPool
 from rose.errors import ConfigError
+from rose.hosts.http.auth import TokenConfig
+from rose.hosts.http.pool_service import PoolService, serve_pool
+from rose.testing import FakeEngine
+from rose.types import EngineId
 from rose_openrlhf import launcher
 from rose_openrlhf.flags import Options
 from rose_openrlhf.versions import TESTED, check_signature, check_version
@@ -30,6 +39,43 @@ def test_a_job_that_cannot_start_is_one_line_and_code_2(arguments, said, capsys,
     assert said in errors
     assert errors.startswith("rose_openrlhf: ")
     assert errors.count("\n") == 1
+
+
+@pytest.mark.parametrize(("given", "said"), [
+    (None, "needs a bearer token"),
+    ("wrong", "unknown token"),
+])  # fmt: skip
+async def test_a_pool_that_wants_a_token_says_where_it_goes(given, said, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv(VLLM_VARIABLE, "auto")
+    monkeypatch.delenv("ROSE_POOL_TOKEN_FILE", raising=False)
+    known = TokenConfig(name="m", sha256=hashlib.sha256(b"secret").hexdigest())
+    flags = []
+    if given is not None:
+        (tmp_path / "token").write_text(given)
+        flags = ["--rose.pool_token_file", str(tmp_path / "token")]
+    async with (
+        RolloutPool([FakeEngine(engine_id=EngineId("e0"))]) as pool,
+        serve_pool(PoolService(pool, name="m", tokens=[known]), "127.0.0.1:0") as url,
+    ):
+        assert await asyncio.to_thread(launcher.main, [*JOB, "--rose.pool", url, *flags]) == 2
+    errors = capsys.readouterr().err
+    assert said in errors
+    assert "--rose.pool_token_file (or ROSE_POOL_TOKEN_FILE)" in errors
+
+
+def test_something_that_is_no_pool(capsys, monkeypatch):
+    monkeypatch.setenv(VLLM_VARIABLE, "auto")
+    server = HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        url = f"http://127.0.0.1:{server.server_port}"
+        assert launcher.main([*JOB, "--rose.pool", url]) == 2
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+    assert f"--rose.pool {url} does not answer as a pool does" in capsys.readouterr().err
 
 
 def test_the_same_as_a_command():

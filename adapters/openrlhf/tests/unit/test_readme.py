@@ -52,3 +52,9 @@ def test_the_pool_of_the_readme_is_a_job_file(tmp_path):
 
     (tmp_path / "job.toml").write_text(job)
     assert load_job(JobConfig, tmp_path / "job.toml").transport.keeper == "pool"
+    (nodes,) = re.findall(r"```toml\n(\[transport\].*?)```", TEXT, re.DOTALL)
+    own_parts = job.partition("[transport]")[0]
+    (tmp_path / "nodes.toml").write_text(own_parts + nodes.replace('"..."', f'"{"0" * 64}"'))
+    on_nodes = load_job(JobConfig, tmp_path / "nodes.toml")
+    assert on_nodes.service.listen == "10.0.0.5:7100"
+    assert on_nodes.service.tokens[0].name == on_nodes.job.name

@@ -1,26 +1,40 @@
 """Calls to turns: budget, errors that pass, answers that must not be empty."""
 
+import asyncio
+
 import attrs
 import pytest
 
 from doubles import Letters, Script, failing, openrlhf_params, result
-from rose.errors import NoEngineError, RequestRefusedError, TransportError, TurnFailedError, VersionUnavailableError
-from rose.types import AnyVersion, AtLeast, FinishReason
+from rose.errors import (
+    ConfigError,
+    NoEngineError,
+    RequestRefusedError,
+    TransportError,
+    TurnFailedError,
+    VersionUnavailableError,
+)
+from rose.types import AnyVersion, AtLeast, FinishReason, VersionSpan, WeightVersion
 from rose_openrlhf.sampling import read_request
 from rose_openrlhf.turns import Trajectory, TurnLimits, TurnRunner, is_passing
 
 EOS = 2
 
 
-def runner(script, version=None, retry_s=60.0):
-    clock = [0.0]
+def runner(script, version=None, retry_s=60.0, clock=None):
+    clock = clock or [0.0]
 
     async def rest(seconds):
         clock[0] += seconds
 
     limits = TurnLimits(deadline_s=5.0, retry_s=retry_s)
     return TurnRunner(
-        generate=script.generate, limits=limits, version=lambda: version, rest=rest, clock=lambda: clock[0]
+        generate=script.generate,
+        limits=limits,
+        version=lambda: version,
+        launch="r",
+        rest=rest,
+        clock=lambda: clock[0],
     )
 
 
@@ -84,6 +98,60 @@ async def test_trying_again_has_an_end():
     assert len(script.turns) == 6  # after rests of 1, 2, 4, 8 and 15 s; another 15 s do not fit
 
 
+@pytest.mark.parametrize("partial", [None, result("ab", FinishReason.ABORTED)])
+async def test_a_long_turn_that_gets_on_is_tried_again_as_long_as_a_short_one(partial):
+    clock = [0.0]
+
+    def slow(_):
+        clock[0] += 1000.0  # more than retry_s
+        raise failing(TransportError("away"), partial)
+
+    script = Script(*(slow for _ in range(2 if partial else 1)), result("cd"))
+    made = await runner(script, clock=clock).run(Trajectory("t", "g"), [65, 66], request(max_tokens=10))
+    assert made.token_ids == tuple(map(ord, "ababcd" if partial else "cd"))
+
+
+async def test_what_all_turns_meet_at_once_is_said_once(caplog):
+    clock, failed = [0.0], set()
+
+    def once(turn):
+        if turn.trajectory_id not in failed:
+            failed.add(turn.trajectory_id)
+            raise TransportError("away")
+        return result("ab")
+
+    one = runner(Script(*(once for _ in range(42))), clock=clock)
+    one.rest = lambda _: asyncio.sleep(0)
+    await asyncio.gather(*(one.run(Trajectory(f"t{n}", "g"), [65, 66], request()) for n in range(20)))
+    assert [record.message for record in caplog.records] == ["turn of t0: away; trying again in 1 s"]
+    clock[0] += 10.0
+    await one.run(Trajectory("later", "g"), [65, 66], request())
+    assert len(caplog.records) == 2
+
+
+async def test_slow_tries_without_a_token_have_an_end():
+    clock = [0.0]
+
+    def slow(_):
+        clock[0] += 1000.0
+        raise TransportError("away")
+
+    script = Script(slow, slow, slow)
+    with pytest.raises(TurnFailedError, match="after 2 tries"):
+        await runner(script, clock=clock).run(Trajectory("t", "g"), [65, 66], request())
+
+
+@pytest.mark.parametrize("has_error", [False, True])
+async def test_tokens_of_another_jobs_weights_are_refused(has_error):
+    span = VersionSpan(version=WeightVersion("another", 3), start=0, end=2)
+    foreign = attrs.evolve(result("ab"), versions=(span,))
+    answer = failing(TransportError("away"), foreign) if has_error else foreign
+    with pytest.raises(ConfigError, match="another:3, not of r as"):
+        await run(Script(answer), version=3)
+    made = await run(Script(answer, result("cd")))  # before the first sync a turn asks for none
+    assert made.token_ids[:2] == (97, 98)
+
+
 async def test_an_answer_must_not_begin_with_its_end():
     script = Script(result([EOS]), result([]), result([97, EOS]))
     assert (await run(script)).token_ids == (97, EOS)
@@ -121,7 +189,9 @@ def test_which_errors_pass():
 async def test_versions_of_a_trajectory_add_up():
     trajectory = Trajectory("t", "g")
     for n in (4, 2, 3):
-        trajectory.note(attrs.evolve(result("a", n=n)))
+        trajectory.note(result("a", n=n), launch="r")
     assert trajectory.notes()["rose_version_min"] == 2.0
     assert trajectory.notes()["rose_version_max"] == 4.0
     assert Trajectory("t", "g").notes()["rose_version_min"] == -1.0
+    trajectory.note(result("a", n=57), launch="other")  # what an earlier job left in the engines has no number here
+    assert trajectory.notes()["rose_version_max"] == 4.0

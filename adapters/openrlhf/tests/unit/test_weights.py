@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from rose.errors import LayoutMismatchError, TransportError
+from rose.errors import LayoutMismatchError, TransferError, TransportError
 from rose.frameworks import StreamedTrainer
 from rose_openrlhf.weights import WeightInlet
 
@@ -16,13 +16,14 @@ class Published:
     """A push that keeps what it would publish."""
 
     def __init__(self, trainer, errors=()):
-        self.trainer, self.errors, self.versions = trainer, list(errors), []
+        self.trainer, self.errors, self.versions, self.sync_errors = trainer, list(errors), [], []
 
     def push(self):
         if self.errors:
             raise self.errors.pop(0)
         self.versions.append({name: np.array(bits) for name, bits in self.trainer.shards().items()})
-        return SimpleNamespace(version=SimpleNamespace(n=len(self.versions) - 1))
+        error = self.sync_errors.pop(0) if self.sync_errors else None
+        return SimpleNamespace(version=SimpleNamespace(n=len(self.versions) - 1), error=error)
 
 
 def make(errors=(), retry_s=10.0):
@@ -107,6 +108,20 @@ async def test_a_store_out_of_reach_is_tried_again():
     with pytest.raises(TransportError, match="away"):
         await sync(inlet, a=1)
     assert not pushed.versions
+
+
+@pytest.mark.parametrize("kind", [TransportError, TransferError])
+async def test_a_sync_of_the_pool_that_failed_is_tried_again_with_another_version(kind):
+    inlet, pushed, reports = make()
+    pushed.sync_errors = [kind("broken")] * 2
+    await sync(inlet, a=1)
+    assert [values(version) for version in pushed.versions] == [{"a": 1}] * 3
+    assert [report.version.n for report in reports] == [2]  # turns ask for one that engines were brought to
+    inlet, pushed, reports = make()
+    pushed.sync_errors = [kind("broken")] * 30
+    with pytest.raises(kind, match="broken"):
+        await sync(inlet, a=1)
+    assert not reports
 
 
 async def test_one_tensor_is_held_at_a_time():

@@ -32,8 +32,8 @@ from rose_verl.settings import Settings
 _logger = logging.getLogger(__name__)
 _ACK_S = 2.0
 _POLL_S = 30.0
-_MAX_CALLS = 100_000
-"""How many desks may wait at a time; Ray's default of 1000 would be a bound on the number of agent loop workers."""
+MAX_CALLS = 100_000
+"""Of an actor at a time; Ray's default of 1000 would be a bound on the number of agent loop workers, and on turns through a front."""
 
 
 @attrs.frozen(kw_only=True)
@@ -165,7 +165,7 @@ def make_board(settings: Settings) -> Any:
     import ray  # noqa: PLC0415
 
     remote = ray.remote(Board).options(
-        name=board_name(), get_if_exists=True, num_cpus=0, max_concurrency=_MAX_CALLS, max_restarts=0
+        name=board_name(), get_if_exists=True, num_cpus=0, max_concurrency=MAX_CALLS, max_restarts=0
     )
     return remote.remote(settings)
 

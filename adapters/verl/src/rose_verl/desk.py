@@ -7,12 +7,15 @@ Life cycle of a turn:
 3. [DESK] puts the trainer's steps in place of versions. One that it has not heard of is asked of the board once, which knows it since it was published.
 
 Invariants: one desk a process and event loop, shared by all trajectories in it; a turn that an abort ended is given back with its tokens;
-a connection that was lost for good is made anew for the next turn, and the turn that met it runs again.
+a connection that was lost for good is made anew for the next turn, and the turn that met it runs again; once turns had tokens of this job's
+weights, a pool that knows of none is another one, started anew, and every turn ends with an error that says so.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import time
 import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -28,6 +31,8 @@ from rose_verl.say import logger
 from rose_verl.settings import Settings
 
 _EMPTY = TurnResult(token_ids=(), logprobs=(), finish_reason=FinishReason.ABORTED, versions=(), hops=())
+_WATCH_S = 10.0
+"""How often turns that take long have the pool asked whether it is still the same."""
 _desks: dict[asyncio.AbstractEventLoop, Desk] = {}
 
 
@@ -69,6 +74,8 @@ class Desk:
         self._knows = asyncio.Event()
         self._turns: set[_UnderWay] = set()
         self._pool: HeldPool | None = None
+        self._has_tokens = self._is_lost = False
+        self._watched_s = 0.0
         self._listener: asyncio.Task[None] | None = None
 
     async def generate(
@@ -104,6 +111,7 @@ class Desk:
         if not result.token_ids and result.finish_reason is FinishReason.LENGTH:
             message = f"a prompt of {len(prompt_ids)} tokens leaves no room in the context of any engine of the pool"
             raise TurnFailedError(message, result.hops)
+        self._has_tokens |= any(span.version.run == self._run for span in result.versions)
         now = None if self._newest is None else self._steps.get(WeightVersion(self._run, self._newest))
         return answer_of(result, steps=self._steps, now=now, has_logprobs=sampling.logprobs)
 
@@ -144,13 +152,36 @@ class Desk:
             return _EMPTY
         under_way.task = asyncio.ensure_future(_partial_if_aborted(pool, turn, under_way))
         try:
-            return await under_way.task
+            while not (await asyncio.wait({under_way.task}, timeout=_WATCH_S))[0]:
+                await self._watch(pool)
+            return under_way.task.result()
         except TransportError:
             self._pool.give_up(pool)
             raise
-        except asyncio.CancelledError:
-            under_way.task.cancel()
-            raise
+        finally:
+            if not under_way.task.done():
+                under_way.task.cancel()
+                await asyncio.wait({under_way.task})
+
+    async def _watch(self, pool: Any) -> None:
+        """Find out, for all turns that wait, whether the pool was started anew.
+
+        Raises:
+            TurnFailedError: It was. It will never have the weights that the turns ask for.
+        """
+        now = time.monotonic()
+        if self._has_tokens and not self._is_lost and now - self._watched_s >= _WATCH_S:
+            self._watched_s = now
+            with contextlib.suppress(RoseError):  # that is for the turns to find
+                version = (await pool.snapshot()).version
+                self._is_lost = version is None or version.run != self._run
+        if self._is_lost:
+            assert self._settings is not None  # noqa: S101 - the first news came
+            message = (
+                f"the pool at {self._settings.place.url} has lost this job's weights: it was started anew, or another job publishes to it; "
+                "start this job again, from its last checkpoint"
+            )
+            raise TurnFailedError(message, ())
 
     # News.
 
@@ -158,10 +189,11 @@ class Desk:
         if self._listener is None or self._listener.done():
             self._listener = asyncio.ensure_future(self._listen())
         if not self._knows.is_set():
-            await asyncio.wait(
-                {self._listener, waiter := asyncio.ensure_future(self._knows.wait())}, return_when="FIRST_COMPLETED"
-            )
-            waiter.cancel()
+            waiter = asyncio.ensure_future(self._knows.wait())
+            try:
+                await asyncio.wait({self._listener, waiter}, return_when="FIRST_COMPLETED")
+            finally:
+                waiter.cancel()
             if not self._knows.is_set():
                 self._listener.result()
 

@@ -27,7 +27,7 @@ from verl.workers.rollout.replica import RolloutMode, RolloutReplica
 
 from rose.errors import ConfigError, RoseError
 from rose.frameworks import PoolPlace
-from rose_verl.board import make_board
+from rose_verl.board import MAX_CALLS, make_board
 from rose_verl.say import logger
 from rose_verl.settings import Settings
 from rose_verl.trajectories import PrefixBook
@@ -93,8 +93,13 @@ class Front:
     start_profile = stop_profile = update_weights = set_global_steps = _nothing
 
 
+def make_front(board: Any, *, is_aborting: bool) -> Any:
+    """Return a front's handle. Control calls get through however many turns are under way; arguments as of ``Front``."""
+    return ray.remote(Front).options(num_cpus=0, max_concurrency=MAX_CALLS).remote(board, is_aborting=is_aborting)
+
+
 class RoseReplica(RolloutReplica):  # type: ignore[misc] # veRL is untyped here
-    """Makes a front. Raises ``ConfigError`` where it is made if the job wants what a pool cannot do, before anything runs."""
+    """Makes a front. Raises ``ConfigError`` where it is made if the job wants what a pool cannot do, before a turn runs."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -120,8 +125,7 @@ class RoseReplica(RolloutReplica):  # type: ignore[misc] # veRL is untyped here
         self._board = make_board(self._settings)
         is_aborting = self._settings.options.on_abort == "abort" and self.rollout_mode is RolloutMode.STANDALONE
         address = f"rose-front-{self.replica_rank}{self.name_suffix}"
-        options = {"num_cpus": 0, "max_concurrency": self.max_concurrency}
-        front = ray.remote(Front).options(**options).remote(self._board, is_aborting=is_aborting)
+        front = make_front(self._board, is_aborting=is_aborting)
         self.servers, self._server_handle, self._server_address = [front], front, address
 
     async def init_standalone(self) -> None:

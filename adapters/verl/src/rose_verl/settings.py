@@ -78,8 +78,7 @@ class Settings:
         Raises:
             ConfigError: Options are wrong, no pool is named, or the job wants what a pool cannot do; one line each.
         """
-        given = (get(rollout, "engine_kwargs") or {}).get("rose") or {}
-        options = load(RoseOptions, {str(key): value for key, value in given.items() if value is not None})
+        options = _options(get(rollout, "engine_kwargs.rose") or {})
         problems = find_problems(rollout, model, options)
         if problems:
             raise ConfigError("\n".join(problems))
@@ -92,6 +91,21 @@ class Settings:
             ignore_eos=bool(get(rollout, "ignore_eos")),
             dtype=str(get(rollout, "dtype") or "bfloat16"),
         )
+
+
+def _options(given: Any) -> RoseOptions:
+    """Read the options; complaints say where they are.
+
+    Raises:
+        ConfigError: They are wrong, one line each.
+    """
+    if not isinstance(given, Mapping):
+        message = f"{OPTION} = {given!r}: options go below it; the pool's address is {OPTION}.pool"
+        raise ConfigError(message)
+    try:
+        return load(RoseOptions, {str(key): value for key, value in given.items() if value is not None})
+    except ConfigError as error:
+        raise ConfigError("\n".join(f"{OPTION}: {line}" for line in str(error).splitlines())) from None
 
 
 def get(config: Any, path: str) -> Any:
@@ -130,6 +144,11 @@ def _is_on(value: Any) -> bool:
 
 _RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("mode", lambda value: value not in (None, "async"), "only async is there"),
+    (
+        "dtype",
+        lambda value: value not in (None, "bfloat16", "float16", "float32"),
+        "weights travel as bfloat16, float16 or float32; set the one in which the pool's engines hold them",
+    ),
     ("disaggregation.enabled", _is_on, "whether prefill and decode are apart is the pool's affair; leave it off"),
     (
         "enable_rollout_routing_replay",

@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 import torch
 
-from rose.errors import ConfigError, TransferError
+from rose.errors import ConfigError, TransferError, TransportError
 from rose.frameworks import PushReport, ShardedTrainer, StreamedTrainer, WeightPush
-from rose.types import WeightVersion
+from rose.types import EngineId, WeightVersion
 from rose_verl.board import find_board
 from rose_verl.engines import sharded_state
 from rose_verl.say import logger
@@ -62,12 +63,14 @@ class Pusher:
         self._world_size = torch.distributed.get_world_size() if has_group else 1
         self._push: WeightPush | None = None
         self._trainer: ShardedTrainer | StreamedTrainer | None = None
+        self._engines: frozenset[EngineId] = frozenset()
 
     async def push(self, weights: Any, step: int | None, *, is_tied: bool) -> dict[str, float]:
         """Push once; see ``push_weights``."""
         begun = time.monotonic()
         way = self._take(weights, is_tied=is_tied)
         taken_s = time.monotonic() - begun
+        is_first = self._push is None
         if self._push is None:
             assert self._trainer is not None  # noqa: S101 - it was filled
             options = self._settings.options
@@ -78,13 +81,20 @@ class Pusher:
                 publish_timeout_s=options.publish_timeout_s,
                 sync_timeout_s=options.sync_timeout_s,
             )
-        report = await asyncio.to_thread(self._push.push, announce=self._announcer(step))
+        try:
+            report = await asyncio.to_thread(self._push.push, announce=self._announcer(step))
+        except TransportError as error:
+            message = f"{error}; a pool that was started anew does not know this job: start the job again, from its last checkpoint"
+            raise error if is_first else TransportError(message) from error
         if self._rank != 0:
             return {}
         _refuse_nobody(report)
         await self._board.note.remote(report.version.n, step)
         figures = figures_of(report, taken_s=taken_s, total_s=time.monotonic() - begun)
         _tell(report, step, way, figures)
+        engines = engines_of(report, self._engines)
+        _tell_gone(self._engines - engines)
+        self._engines = engines
         return figures
 
     def _announcer(self, step: int | None) -> Callable[[WeightVersion], None]:
@@ -143,6 +153,12 @@ def figures_of(report: PushReport, *, taken_s: float, total_s: float) -> dict[st
     }
 
 
+def engines_of(report: PushReport, unknown: frozenset[EngineId]) -> frozenset[EngineId]:
+    """Return all engines that a push was about; ``unknown`` where its sync has not ended."""
+    sync = report.sync
+    return unknown if sync is None else frozenset((*sync.activations, *sync.unchanged, *sync.errors, *sync.put_off))
+
+
 def _refuse_nobody(report: PushReport) -> None:
     """Refuse to go on when no engine at all took a job's first weights: that is no fault that passes, and turns would wait for ever."""
     sync = report.sync
@@ -176,6 +192,13 @@ def _tell(report: PushReport, step: int | None, way: str, figures: dict[str, flo
         logger().error("engine %s did not take %s, training goes on without it: %s", engine_id, report.version, error)
     if report.problem:
         logger().error("%s; training goes on", report.problem)
+
+
+def _tell_gone(engines: AbstractSet[EngineId]) -> None:
+    """Name engines that the update before was about and this one is not. Whether they went back or died only the pool knows."""
+    if engines:
+        names = ", ".join(sorted(engines))
+        logger().info("left the pool since the update before, or died there (GET /v1/pool says which): %s", names)
 
 
 def _model_type(model: Any) -> str | None:

@@ -24,6 +24,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+ABANDON = "rose-nccl-abandon"
+"""Name of the threads that end communicators which could not be made."""
 _POLL_S = 2e-4
 _AT_CREATION = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
 _creation_lock = threading.Lock()
@@ -54,13 +56,13 @@ class NcclGroup:
             self._group: Any = dist.ProcessGroupNCCL(store, rank, size, options)
         with torch.cuda.device(device):
             self._stream = torch.cuda.Stream(device)
-            self._pinned = torch.empty(chunk_bytes, dtype=torch.uint8, pin_memory=True)
+            self._pinned = torch.empty(chunk_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
             self._block = torch.empty(chunk_bytes, dtype=torch.uint8, device=device)
         try:
             self._connect()
         except BaseException:
             # An abort may wait for the thread that still makes the communicator, so that nobody may wait for it.
-            threading.Thread(target=self._abandon, name="rose-nccl-abandon", daemon=True).start()
+            threading.Thread(target=self._abandon, name=ABANDON, daemon=True).start()
             raise
 
     def broadcast(self, chunk: torch.Tensor) -> None:
@@ -122,7 +124,8 @@ class NcclGroup:
                 message = f"a peer did not take part within {self._timeout.total_seconds()} s"
                 raise RuntimeError(message)
             time.sleep(_POLL_S)
-        work.wait()  # raises what the collective failed of; else it orders this stream behind it
+        # It is over, so nothing is waited for; with a limit every torch raises what it failed of. This stream is ordered behind it.
+        work.wait(self._timeout)
 
 
 @contextlib.contextmanager

@@ -1,8 +1,9 @@
 """A shard on a device, and its last published bits beside it.
 
 The base takes as much memory as the shard in its wire dtype: 2 bytes a parameter held by this rank in bfloat16. ``base_in="device"``
-keeps it there; ``"pinned"`` keeps it in page-locked memory of the host, and each comparison brings it over piece by piece, at the
-speed of the bus. Where the device has no room, the base is pinned, with a warning.
+keeps it there; ``"pinned"`` keeps it in page-locked memory of the host, where torch rounds each tensor up to a power of two, and each
+comparison brings it over piece by piece: whole rows at the speed of the bus, columns (of a tensor that engines cut so) at that of the host's
+copies. Where the device has no room, the base is pinned, with a warning.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ Its work is queued on the caller's current stream, after whatever the trainer ha
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ class DeviceComparer:
 
     Args:
         device: Where the weights are.
-        make_way: Makes the way to compare, of the keys; by default Triton's where it is installed and the device is a CUDA one, else torch's.
+        make_way: Makes the way to compare, of the keys; by default Triton's where it works and the device is a CUDA one, else torch's.
 
     Attributes:
         keys: The keys of the sums, on the device.
@@ -42,12 +42,23 @@ class DeviceComparer:
         """Yield what ``Kernels.compare`` would find in each cell; see ``rose.transfer.resident``.
 
         Raises:
+            OutOfMemoryError: The device has no room to compare a single cell.
             TrainerError: A part's shard or base is none of this device's.
         """
         for group in self._groups(parts):
+            yield from self._compared(group, is_overwrite=is_overwrite)
+
+    def _compared(self, group: Sequence[Pair], *, is_overwrite: bool) -> list[Comparison]:
+        """Compare a group; where the device has no room for that, its halves, and smaller groups from then on."""
+        try:
             with self._lock, torch.no_grad(), on(self._device):
-                found = self._way.compare(group, is_overwrite=is_overwrite)
-            yield from found
+                return self._way.compare(group, is_overwrite=is_overwrite)
+        except torch.OutOfMemoryError:
+            if len(group) == 1:
+                raise
+        self._way.max_elements //= 2
+        half = len(group) // 2
+        return [one for part in (group[:half], group[half:]) for one in self._compared(part, is_overwrite=is_overwrite)]
 
     def _groups(self, parts: Iterable[Part]) -> Iterator[list[Pair]]:
         """Yield cells of one width, together no larger than may be compared at once."""
@@ -86,5 +97,5 @@ def _pair(part: Part) -> Pair:
 
 
 def _best_way(device: torch.device, keys: Keys) -> Way:
-    found = TritonWay.open(keys) if device.type == "cuda" else None
+    found = TritonWay.open(keys, device) if device.type == "cuda" else None
     return found or TorchWay(keys)

@@ -10,6 +10,7 @@ import threading
 
 import torch
 
+from rose.backends.device_codec.pinned import SIGNED_BY_SIZE, wait_for
 from rose.transfer.kernels import Rows, Sum
 from rose.transfer.kernels.constants import FACTOR_SEEDS, SPAN, tables
 
@@ -17,6 +18,8 @@ _MASK = (1 << 64) - 1
 _MAX_TABLE_SPANS = 1 << 22
 _CHUNK = 1 << 22
 """Elements that a whole cell is summed at a time: about 100 bytes of working memory each."""
+_SMALL_CHUNK = 1 << 20
+"""The same on a device that others want the memory of."""
 _WIDE_BYTES = 8
 
 
@@ -76,13 +79,19 @@ class Keys:
         high = self.weighed(2 * places + 1, _shifted(new, 32) - _shifted(old, 32), end=2 * end)
         return low + high
 
-    def state_sum(self, bits: torch.Tensor, rows: Rows) -> Sum:
-        """Return the sum of a whole cell, ``[num_rows, row_len]`` or any shape of as many elements in that order."""
+    def state_sum(self, bits: torch.Tensor, rows: Rows, *, chunk: int = _CHUNK) -> Sum:
+        """Return the sum of a whole cell, ``[num_rows, row_len]`` or any shape of as many elements in that order.
+
+        Args:
+            bits: Signed patterns.
+            rows: Where the cell lies in its tensor.
+            chunk: How many elements are summed at a time.
+        """
         flat = bits.reshape(-1)
         total = torch.zeros(2, dtype=torch.int64, device=self._device)
         end = end_of(rows)
-        for start in range(0, flat.numel(), _CHUNK):
-            values = unsigned(flat[start : start + _CHUNK])
+        for start in range(0, flat.numel(), chunk):
+            values = unsigned(flat[start : start + chunk])
             positions = torch.arange(start, start + values.numel(), dtype=torch.int64, device=self._device)
             places = positions + positions // rows.row_len * (rows.stride - rows.row_len) + rows.start
             if bits.element_size() == _WIDE_BYTES:
@@ -98,11 +107,30 @@ class Keys:
         with self._lock:
             if self._factors.shape[1] < num_spans:
                 self._factors = self._made(torch.arange(num_spans, dtype=torch.int64, device=self._device))
+                wait_for(
+                    self._device
+                )  # other threads, which read it on streams of their own, find it made, and the old one unread
             return self._factors[:, spans]
 
     @staticmethod
     def _made(spans: torch.Tensor) -> torch.Tensor:
         return torch.stack([splitmix64(seed, spans) | 1 for seed in FACTOR_SEEDS])
+
+
+def sums_of(module: torch.nn.Module) -> dict[str, list[int]] | None:
+    """Return the sum of every parameter's bits, on the devices where they are; ``None`` where one has no room to compute it."""
+    keys: dict[torch.device, Keys] = {}
+    sums = {}
+    try:
+        for name, parameter in module.named_parameters():
+            bits = parameter.detach().reshape(-1).view(SIGNED_BY_SIZE[parameter.element_size()])
+            rows = Rows(num_rows=1, row_len=bits.numel(), start=0, stride=bits.numel())
+            if bits.device not in keys:
+                keys[bits.device] = Keys(bits.device)
+            sums[name] = list(keys[bits.device].state_sum(bits, rows, chunk=_SMALL_CHUNK))
+    except torch.OutOfMemoryError:
+        return None
+    return sums
 
 
 def end_of(rows: Rows) -> int:

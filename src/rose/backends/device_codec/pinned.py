@@ -1,7 +1,8 @@
 """The way of bytes between a device and the host: page-locked memory, one copy stream, events.
 
-Page-locked blocks come from torch's caching allocator, so that asking for one again costs nothing; on the device ``cpu`` they are
-plain memory and every copy is done when it was asked for.
+Page-locked blocks come from torch's caching allocator, so that asking for one again costs nothing. It rounds each up to a power of two and
+never gives one back to the system, so what comes in one large piece goes through plain memory. On the device ``cpu`` all is plain
+memory, and every copy is done when it was asked for.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
+MAX_PINNED_BYTES = 64 << 20
+"""Of one copy to the host; a larger one is the driver's to cut."""
 SIGNED_BY_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 Array = np.ndarray[Any, np.dtype[Any]]
 _UNSIGNED_BY_SIZE: dict[int, np.dtype[Any]] = {
@@ -47,13 +50,15 @@ def wait_for(device: torch.device) -> None:
 def empty_pinned(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return memory of the host that a device reads and writes by itself."""
     with on(device):
-        return torch.empty(shape, dtype=dtype, pin_memory=is_async(device))
+        return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=is_async(device))
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
     """Return a copy on the host, row-major; for a tensor of the host that is row-major already, itself."""
     if not is_async(tensor.device):
         return tensor.contiguous()
+    if tensor.numel() * tensor.element_size() > MAX_PINNED_BYTES:
+        return torch.empty(tuple(tensor.shape), dtype=tensor.dtype, device="cpu").copy_(tensor)
     host = empty_pinned(tuple(tensor.shape), tensor.dtype, tensor.device)
     host.copy_(tensor, non_blocking=True)
     torch.cuda.current_stream(tensor.device).synchronize()

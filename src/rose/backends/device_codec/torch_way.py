@@ -89,7 +89,7 @@ def find_changes(pairs: Sequence[Pair]) -> Changes:
     for (new, old), (start, end) in zip(flats, pairwise(edges), strict=True):
         torch.ne(new, old, out=mask[start:end])
     found = mask.nonzero().squeeze(1)
-    starts = torch.tensor(edges, dtype=torch.int64).to(device)
+    starts = torch.tensor(edges, dtype=torch.int64, device=device)
     bounds = torch.searchsorted(found, starts).tolist()
     positions, news, olds = [], [], []
     for (new, old), start, (first, last) in zip(flats, edges[:-1], pairwise(bounds), strict=True):

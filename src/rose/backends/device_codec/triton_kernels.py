@@ -1,5 +1,7 @@
 """The Triton kernels of the device codec. Importing this needs triton; with ``TRITON_INTERPRET=1`` they run on CPU tensors.
 
+Sizes are no reason to compile a kernel anew, and for ``scatter_rows``, which runs while an engine is paused, addresses are none either.
+
 Patterns are signed integers throughout; nothing interprets them. Sums are int64, which wraps as uint64 does. One program works on
 one block of one cell; ``blocks`` has the cell of each, ``cells`` a column of numbers a cell:
 
@@ -17,7 +19,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_cells"])
 def find_changes(
     cells, blocks, num_cells, slot_positions, slot_new, slot_old, counts,
     IS_PLAIN: tl.constexpr, BLOCK: tl.constexpr, NUM_SLOTS: tl.constexpr,
@@ -45,8 +47,12 @@ def find_changes(
     is_inside = at < num_elements
     fresh_at, stale_at = at, at
     if not IS_PLAIN:
-        row = at // tl.load(cell + 3 * num_cells)
-        column = at - row * tl.load(cell + 3 * num_cells)
+        row_len = tl.load(cell + 3 * num_cells).to(tl.int32)
+        place = at.to(
+            tl.int32
+        )  # a cell has fewer than 2^31 elements; a division of 64 bits takes several times as long
+        row = (place // row_len).to(tl.int64)
+        column = at - row * row_len
         fresh_at = row * tl.load(cell + 4 * num_cells) + column
         stale_at = row * tl.load(cell + 5 * num_cells) + column
     fresh = tl.load(new + fresh_at, mask=is_inside, other=0)
@@ -107,7 +113,7 @@ def _code(new, old, WIDTH: tl.constexpr):
     return tl.where(code >= 14, 15, code)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_cells", "num_blocks"])
 def measure_changes(
     cells, blocks, num_cells, slot_positions, slot_new, slot_old, ends, reached, table, totals, num_blocks,
     WIDTH: tl.constexpr, HAS_NIBBLES: tl.constexpr, NUM_SLOTS: tl.constexpr,
@@ -154,7 +160,7 @@ def measure_changes(
         tl.store(out + (4 + which) * num_blocks, tl.sum(tl.where(is_used, alone, 0), axis=0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_cells", "num_blocks"])
 def emit_changes(
     cells, blocks, num_cells, slot_positions, slot_new, slot_old, ends, reached, totals, total_ends, num_blocks,
     gaps, lows, codes, escapes,
@@ -209,7 +215,9 @@ def emit_changes(
             tl.store(code_start + plane * num_changed, piece, mask=is_used)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["num", "row_len", "step"], do_not_specialize_on_alignment=["live", "positions", "values"]
+)
 def scatter_rows(live, positions, values, num, row_len, step, BLOCK: tl.constexpr):
     """Overwrite elements of a tensor of rows.
 

@@ -8,26 +8,30 @@
 Between them torch sums over blocks, a few thousand numbers. Blocks do not wait for one another, so that the order is that of positions,
 whatever order they run in. Where a block had more changes than slots, the group is compared again with more, and from then on.
 
-What it takes: cells whose rows are contiguous in both arrays, of fewer than 2^31 elements; groups with others go torch's way.
+What it takes: cells whose rows are contiguous in both arrays, of fewer than 2^31 elements; groups with others go torch's way. Cells that
+are one run of memory are compared apart from those that are cut in columns: only where a launch has no others it reads 16 bytes at a time.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import logging
 from collections.abc import Sequence
 from typing import Any
 
+import attrs
 import numpy as np
 import torch
 
 from rose.backends.device_codec.keys import Keys
-from rose.backends.device_codec.pinned import Array, to_device
+from rose.backends.device_codec.pinned import Array, on, to_device
 from rose.backends.device_codec.streams import Coded, Layout, comparisons, packed
 from rose.backends.device_codec.strides import is_rows, row_step
 from rose.backends.device_codec.torch_way import Pair, TorchWay
-from rose.transfer.kernels import Comparison
+from rose.transfer.kernels import Comparison, Rows
 from rose.transfer.kernels.constants import tables
 
+_logger = logging.getLogger(__name__)
 BLOCK = 4096
 NUM_SLOTS = 512
 """Changes a block has room for at first: one element in eight."""
@@ -58,14 +62,30 @@ class TritonWay:
         self._tables: dict[torch.device, torch.Tensor] = {}
 
     @classmethod
-    def open(cls, keys: Keys) -> TritonWay | None:
-        """Return a way, or ``None`` where Triton is not installed."""
-        return cls(keys) if importlib.util.find_spec("triton") is not None else None
+    def open(cls, keys: Keys, device: torch.device) -> TritonWay | None:
+        """Return a way; ``None`` where Triton is not installed, or does not compile or compares wrongly on this device, with a warning.
+
+        Triton compiles when a kernel is first called, which needs a C compiler and Python's headers: a small comparison shows it here.
+        """
+        if importlib.util.find_spec("triton") is None:
+            return None
+        way, problem = None, "it did not find the changes of a small cell"
+        try:
+            made = cls(keys)
+            way = made if _is_right(made, TorchWay(keys), device) else None
+        except Exception as error:  # noqa: BLE001 - a compiler's failures are of any kind
+            problem = f"{type(error).__name__}: {error}"
+        if way is None:
+            _logger.warning("Triton is installed but of no use on %s, torch compares instead: %s", device, problem)
+        return way
 
     def compare(self, pairs: Sequence[Pair], *, is_overwrite: bool) -> list[Comparison]:
         """Return what changed in cells of one width, coded, on the host."""
         if not all(_is_plain(pair) for pair in pairs):
             return self._torch.compare(pairs, is_overwrite=is_overwrite)
+        are_runs = [_is_run(pair) for pair in pairs]
+        if any(are_runs) and not all(are_runs):
+            return self._apart(pairs, are_runs, is_overwrite=is_overwrite)
         num_elements = sum(pair.rows.num_elements for pair in pairs)
         if len(pairs) > 1 and num_elements * self._num_slots > self.max_elements * self._first_num_slots:
             half = len(pairs) // 2
@@ -82,6 +102,14 @@ class TritonWay:
         layout = Layout.of(group.cells, counts, group.itemsize, is_overwrite=is_overwrite)
         coded = group.code(layout, self._table_on(pairs[0].new.device), is_overwrite=is_overwrite)
         return comparisons(group.cells, group.itemsize, layout, coded)
+
+    def _apart(self, pairs: Sequence[Pair], are_runs: Sequence[bool], *, is_overwrite: bool) -> list[Comparison]:
+        """Compare cells that are one run of memory, which are read 16 bytes at a time, and the others each for themselves."""
+        found: dict[int, Comparison] = {}
+        for kind in (True, False):
+            chosen = [i for i, one in enumerate(are_runs) if one is kind]
+            found |= zip(chosen, self.compare([pairs[i] for i in chosen], is_overwrite=is_overwrite), strict=True)
+        return [found[i] for i in range(len(pairs))]
 
     def _table_on(self, device: torch.device) -> torch.Tensor:
         if device not in self._tables:
@@ -112,15 +140,13 @@ class _Group:
 
     def find(self) -> tuple[list[int], int]:
         """Compare; return how many changes each cell has, and the most that a block has."""
-        is_plain = all(pair.new.is_contiguous() and pair.old.is_contiguous() for pair in self._pairs)
-        is_plain = is_plain and not bool((self._numbers[:3] % _ALIGNMENT).any())
         self._kernels.find_changes[(self.num_blocks,)](
             to_device(self._numbers, self._device),
             self._owner_b,
             len(self.cells),
             *self._slots,
             self._count_b,
-            IS_PLAIN=is_plain,
+            IS_PLAIN=all(map(_is_run, self._pairs)),
             BLOCK=self._block,
             NUM_SLOTS=self._num_slots,
         )
@@ -187,6 +213,28 @@ class _Group:
             zeros(int(layout.code_ends_c[-1]) * (2 if layout.has_nibbles else 1)),
             torch.empty(num_escapes, dtype=self._slots[1].dtype, device=self._device),
         )
+
+
+def _is_right(way: TritonWay, reference: TorchWay, device: torch.device) -> bool:
+    """Compare a small cell both ways."""
+    old = torch.arange(2 * BLOCK, dtype=torch.int16, device=device).view(2, BLOCK)
+    new = old.clone()
+    new[:, ::37] += 1
+    new[1, 5] -= 1000
+    pair = Pair(new=new, old=old, rows=Rows(num_rows=2, row_len=BLOCK, start=0, stride=BLOCK))
+    with on(device):
+        (mine,), (expected,) = (one.compare([pair], is_overwrite=False) for one in (way, reference))
+    return _facts(mine) == _facts(expected)
+
+
+def _facts(found: Comparison) -> tuple[Any, ...]:
+    return found.num_changed, found.sum_delta, found.streams and attrs.astuple(found.streams)
+
+
+def _is_run(pair: Pair) -> bool:
+    """Return whether a cell lies in one run of memory in both states, of a size and at addresses that are multiples of 16."""
+    numbers = (pair.new.data_ptr(), pair.old.data_ptr(), pair.rows.num_elements)
+    return pair.new.is_contiguous() and pair.old.is_contiguous() and not any(one % _ALIGNMENT for one in numbers)
 
 
 def _is_plain(pair: Pair) -> bool:

@@ -6,6 +6,7 @@ Invariants:
   the device had to do when the first of them came.
 * A staging buffer is filled again only when the device has read it (its event).
 * What is written is in the live weights when ``flush`` has returned, and not before.
+* Whatever takes long the first time (pinning, Triton's compiler) is done by ``warm_up``, since the engine is paused while it is written to.
 * Reads (``gather``, ``read``) have a stream of their own with the lowest priority, since the engine serves meanwhile.
 
 On the device ``cpu`` there are no streams, and every step is done when it was asked for.
@@ -15,8 +16,9 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -34,6 +36,7 @@ from rose.backends.device_codec.pinned import (
 )
 from rose.backends.device_codec.strides import is_rows, row_step
 
+_logger = logging.getLogger(__name__)
 _STAGE_BYTES = 16 << 20
 _NUM_STAGES = 2
 _SCATTER_BLOCK = 1024
@@ -88,6 +91,39 @@ class DeviceWay:
         self._write_stream: Any = None
         self._read_stream: Any = None
         self._scatter = _scatter_kernel(device)
+
+    def warm_up(self, dtypes: Iterable[torch.dtype]) -> None:
+        """Write to scratch memory, so that the first update finds everything made.
+
+        Where Triton's kernel does not compile, or writes what it should not, torch's operations write from then on, with a warning.
+
+        Args:
+            dtypes: Of the live tensors.
+        """
+        for dtype in dtypes:
+            try:
+                problem = "" if self._writes_well(dtype) else "it did not write what it was given"
+            except Exception as error:
+                if self._scatter is None:
+                    raise
+                problem = f"{type(error).__name__}: {error}"
+            if problem and self._scatter is not None:
+                _logger.warning("Triton is of no use on %s, torch writes updates instead: %s", self._device, problem)
+                self._scatter = None
+
+    def _writes_well(self, dtype: torch.dtype) -> bool:
+        """Write a few elements, at positions of either width."""
+        num_rows, num_columns = 4, 48
+        whole = torch.zeros((num_rows, 2 * num_columns), dtype=dtype, device=self._device)
+        expected = np.zeros((num_rows, num_columns), dtype=f"u{dtype.itemsize}")
+        for kind, start in ((np.int32, 1), (np.int64, 2)):
+            positions = np.arange(start, expected.size, 5, dtype=kind)
+            expected.reshape(-1)[positions] = start + positions % 100
+            self.write_sparse([whole[:, :num_columns]], positions, expected.reshape(-1)[positions])
+        self.flush()
+        wanted = torch.from_numpy(expected.view(f"i{dtype.itemsize}")).view(dtype)
+        found = whole.cpu()
+        return torch.equal(found[:, :num_columns], wanted) and not bool(found[:, num_columns:].any())
 
     def write_sparse(self, lives: Sequence[torch.Tensor], positions: Array, values: Array) -> None:
         """Queue new patterns of some elements.
@@ -199,6 +235,9 @@ def _scatter_kernel(device: torch.device) -> Any:
     """Return Triton's scatter for a GPU; ``None`` where there is none, and torch's index operations write."""
     if not is_async(device) or importlib.util.find_spec("triton") is None:
         return None
-    from rose.backends.device_codec import triton_kernels  # noqa: PLC0415 - needs triton
-
+    try:
+        from rose.backends.device_codec import triton_kernels  # noqa: PLC0415 - needs triton
+    except ImportError as error:
+        _logger.warning("Triton does not import here, torch writes updates instead: %s", error)
+        return None
     return triton_kernels.scatter_rows

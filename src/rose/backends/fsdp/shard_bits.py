@@ -71,7 +71,7 @@ class CastBits:
         """Return the bits of a part, row-major."""
         part = self._local[index]
         # A copy into a fresh row-major tensor: .to() would keep the strides of a transposed parameter.
-        return bits_of(torch.empty(part.shape, dtype=self._wire_dtype).copy_(part))
+        return bits_of(torch.empty(part.shape, dtype=self._wire_dtype, device="cpu").copy_(part))
 
     def __array__(self, dtype: np.dtype[Any] | None = None, copy: bool | None = None) -> Bits:  # noqa: FBT001 - numpy's
         """Return the bits of the whole box; a fresh array, whatever ``copy`` says."""

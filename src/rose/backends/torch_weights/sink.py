@@ -80,8 +80,12 @@ class DeviceSink(ParameterSink):
 
     def __init__(self, plan: SlicePlan) -> None:
         super().__init__(plan)
-        devices = {piece.live.device for held in plan.pieces.values() for piece in held}
-        self._ways = {device: DeviceWay(device) for device in devices}
+        kinds: dict[torch.device, set[torch.dtype]] = {}
+        for live in (piece.live for held in plan.pieces.values() for piece in held):
+            kinds.setdefault(live.device, set()).add(live.dtype)
+        self._ways = {device: DeviceWay(device) for device in kinds}
+        for device, way in self._ways.items():
+            way.warm_up(kinds[device])
 
     def write_dense(self, name: str, box: ShardSpec, bits: Bits) -> None:
         """Overwrite a box."""

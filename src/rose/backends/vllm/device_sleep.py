@@ -8,6 +8,10 @@ is relied on here:
 * ``discard(("kv_cache",))`` drops the whole KV pool and nothing else; a part of it cannot leave. ``wake_up(["kv_cache"])`` maps it anew,
   with whatever is there, so no cached prefix may outlive it (``HeldBlocks`` has dropped them).
 * Its allocator is one a process: two engines in one would sleep together.
+* ``Worker.sleep`` fails after it has unmapped everything when the card has less free memory than before, as it may while a neighbour
+  takes some; the executor then knows of no sleep, so the workers are woken without it.
+* ``compute_weight_checksums`` brings every weight to the host and hashes it there, some ten seconds for 16 GB; what is compared here
+  are sums that the device makes.
 """
 
 from __future__ import annotations
@@ -15,7 +19,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from rose.errors import BackendUnavailableError, EngineError
+from rose.backends.wire import unwrap
+from rose.errors import BackendUnavailableError, EngineError, EngineFencedError
 
 _NEEDED = ("sleep", "wake_up", "is_sleeping", "discard", "sleeping_tags")
 _KV = "kv_cache"
@@ -51,13 +56,17 @@ def sleep(core: Any, *, keeps_weights: bool) -> int:
     """Put the executor to sleep; its requests must have ended. Returns the bytes of weights that left the device.
 
     Raises:
-        EngineError: vLLM failed.
+        EngineError: vLLM failed; the weights are on the device again, fenced where they are not what they were.
+        EngineFencedError: They are not on the device, so that it must not compute.
     """
+    core.rose_sums = _sums(core) if keeps_weights else None
     try:
-        core.rose_sums = core.compute_weight_checksums() if keeps_weights else None
         core.model_executor.sleep(level=1 if keeps_weights else 2)
     except _FAILURES as error:
-        message = f"vLLM's sleep failed: {error}"
+        is_same = _undo(core, error)
+        if not is_same:
+            _fence(core)
+        message = f"vLLM's sleep failed: {error}{'' if is_same else '; the weights are lost, and fenced'}"
         raise EngineError(message) from error
     return _weight_bytes(core)
 
@@ -70,16 +79,46 @@ def wake(core: Any) -> int | None:
     Raises:
         EngineError: vLLM failed.
     """
-    sums, core.rose_sums = getattr(core, "rose_sums", None), None
     if "weights" not in core.model_executor.sleeping_tags:
         return 0
     try:
-        core.model_executor.wake_up(["weights"] if hasattr(core, "rose_kv_pool") else None)
-        is_same = sums is not None and core.compute_weight_checksums() == sums
+        core.model_executor.wake_up(_waking(core))
     except _FAILURES as error:
         message = f"vLLM's wake-up failed: {error}"
         raise EngineError(message) from error
-    return _weight_bytes(core) if is_same else None
+    return _weight_bytes(core) if _are_same(core) else None
+
+
+def _undo(core: Any, cause: BaseException) -> bool:
+    """Map again what a sleep that failed has unmapped; return whether the weights are what they were."""
+    try:
+        core.collective_rpc("wake_up", args=(_waking(core),))
+    except _FAILURES as error:
+        message = f"vLLM's sleep failed: {cause}; its memory could not be mapped again ({error}): restart the engine"
+        raise EngineFencedError(message) from cause
+    return _are_same(core)
+
+
+def _waking(core: Any) -> list[str] | None:
+    """Return what comes back with the weights: everything, but for a KV pool that follows the budget."""
+    return ["weights"] if hasattr(core, "rose_kv_pool") else None
+
+
+def _are_same(core: Any) -> bool:
+    """Return whether the weights have the sums that were taken before they left."""
+    sums, core.rose_sums = getattr(core, "rose_sums", None), None
+    return sums is not None and _sums(core) == sums
+
+
+def _sums(core: Any) -> list[Any] | None:
+    """Return the sums of every worker's weights; ``None`` where a device has no room to compute them, so that sleep is not refused for it."""
+    answers = [unwrap(answer) for answer in core.collective_rpc("rose_resident_sums")]
+    return None if None in answers else answers
+
+
+def _fence(core: Any) -> None:
+    for answer in core.collective_rpc("rose_fence"):
+        unwrap(answer)
 
 
 def attach_kv(core: Any) -> None:

@@ -80,7 +80,7 @@ class VllmEngine(VllmDriver):
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             config = AsyncEngineArgs(**self.options.to_engine_args()).create_engine_config()
-            is_forking = envs.VLLM_WORKER_MULTIPROC_METHOD == "fork"  # the CPU platform sets spawn by itself
+            is_forking = envs.VLLM_WORKER_MULTIPROC_METHOD == "fork"  # whoever asks for it: see environment
             with _START_LOCK if is_forking else contextlib.nullcontext():
                 self._llm = AsyncLLM.from_vllm_config(config, disable_log_stats=True)
         except (RuntimeError, ValueError, OSError, TypeError) as error:

@@ -12,6 +12,8 @@ _ALWAYS = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # keeps the worker inside the EngineCore process
     "VLLM_LOGGING_LEVEL": "ERROR",
+    # As vLLM has it on CPUs by itself. On GPUs it forks, and the fork of a driver with threads may find locks that nobody gives back.
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
 }
 # On a CPU, torch.compile costs 20 s a start and is slower afterwards for small models; idle OpenMP threads spin.
 _ON_CPU = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}

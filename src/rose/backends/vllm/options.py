@@ -14,6 +14,9 @@ from rose.types import EngineId, WeightVersion
 
 ROSE_SCHEDULER = "rose.backends.vllm.scheduler.RoseScheduler"
 ROSE_WORKER = "rose.backends.vllm.worker.RoseWorkerExtension"
+_LEAST_SHARE = 0.01
+"""Of a GPU's memory, that vLLM wants to find free before it starts, 0.92 by default, although the size of the KV cache is given: the second
+engine on a card would not start."""
 
 
 @attrs.frozen(kw_only=True)
@@ -92,4 +95,7 @@ class VllmOptions:
             args["scheduler_cls"] = self.scheduler_cls
         if self.rose:
             args["additional_config"] = {"rose": dict(self.rose)}
-        return args | dict(self.engine_args)
+        args |= dict(self.engine_args)
+        if args["kv_cache_memory_bytes"] is not None:
+            args.setdefault("gpu_memory_utilization", _LEAST_SHARE)
+        return args

@@ -154,6 +154,7 @@ def rose_sleep(self: Any, keeps_weights: bool, park_directory: str | None) -> di
 
     Raises:
         EngineError: The weights could not be parked; the engine is awake.
+        EngineFencedError: They left and did not come back; the engine takes no request.
         BackendUnavailableError: vLLM's own sleep mode is needed and was not enabled.
     """
     fall_asleep, is_host = _scheduler_method(self, "fall_asleep"), _is_host(self)
@@ -166,6 +167,8 @@ def rose_sleep(self: Any, keeps_weights: bool, park_directory: str | None) -> di
             weights_bytes = sum(unwrap(answer) for answer in parked)
         else:
             weights_bytes = device_sleep.sleep(self, keeps_weights=keeps_weights)
+    except EngineFencedError:
+        raise
     except EngineError:
         if is_host:
             self.collective_rpc("rose_unpark")  # those that had parked

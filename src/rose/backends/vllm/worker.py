@@ -57,6 +57,13 @@ class RoseWorkerExtension:
         return sum(one.numel() * one.element_size() for one in self.model_runner.model.parameters())
 
     @answers
+    def rose_resident_sums(self) -> dict[str, list[int]] | None:
+        """Return the sum of every parameter's bits, computed where it is; ``None`` where that has no room for it."""
+        from rose.backends.device_codec.keys import sums_of  # noqa: PLC0415 - torch
+
+        return sums_of(self.model_runner.model)
+
+    @answers
     def rose_fence(self) -> None:
         """Let the weights count as lost."""
         self.weight_transfer_engine.fence()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import threading
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -11,6 +12,7 @@ import numpy as np
 import torch.distributed as dist
 
 from rose.backends.collective.group import Group, host_store, join_store
+from rose.backends.collective.nccl import ABANDON
 from rose.bench.gpu_check.outcome import Figure
 from rose.bench.gpu_check.part import Bench, MismatchError, Part
 from rose.errors import TransportError
@@ -96,3 +98,8 @@ def _attempt(store: Any, *, rank: int, index: int) -> str:
 
 def _join(port: int, index: int, answers: Any) -> None:
     answers.put(_attempt(join_store(_HOST, port, _TIMEOUT_S), rank=1, index=index))
+    for thread in threading.enumerate():
+        if thread.name == ABANDON:
+            thread.join(
+                _TIMEOUT_S
+            )  # cut off within the library it would abort the process, which is not what is asked here

@@ -20,6 +20,10 @@ _AIM_MS = 40.0
 _SLACK = 0.95
 """Of what should be free afterwards: the driver keeps a little for itself."""
 _WAIT_S = 20.0
+_BLOCK_TOKENS, _HEADS, _HEAD_DIM, _NUM_LAYERS = 16, 8, 128, 16
+_CELL_BYTES = _HEADS * _HEAD_DIM * 2
+_NUM_BLOCKS = 2 * _GIB // (2 * _NUM_LAYERS * _BLOCK_TOKENS * _CELL_BYTES)
+"""Of a pool of 2 GiB, K and V."""
 
 
 class KvcachedMemory(Part):
@@ -41,13 +45,18 @@ class KvcachedMemory(Part):
         return ""
 
     def run(self, bench: Bench) -> Sequence[Figure]:
-        """Fill a pool of 2 GiB, free it, and move its limit down and up."""
+        """Fill a pool of 2 GiB, cut its limit to the half that stays in use, free the other half, and fill the pool again."""
         manager = _kvcached_pool(bench.device)
         limiter = KvLimiter.open()
-        blocks = manager.alloc(int(manager.available_size()))
-        manager.free(blocks)
         limiter.limit(2 * _GIB)
-        give_ms = _moved(bench, lambda: limiter.limit(_GIB), -_GIB)
+        blocks = sorted(manager.alloc(int(manager.available_size())))
+        upper = blocks[-(_NUM_BLOCKS // 2) :]
+
+        def give() -> None:
+            limiter.limit(_GIB)  # deferred: pages that come free without a cut may stay mapped for the next request
+            manager.free(upper)
+
+        give_ms = _moved(bench, give, -_GIB)
         limiter.limit(2 * _GIB)
         take_ms = _moved(bench, lambda: manager.alloc(int(manager.available_size())), _GIB // 2)
         return [
@@ -107,12 +116,9 @@ def _moved(bench: Bench, work: Callable[[], Any], num_bytes: int) -> float:
 
 
 def _kvcached_pool(device: torch.device) -> Any:
-    """Return the manager of a pool of 2 GiB: 16 layers, blocks of 16 tokens, 8 heads of 128, K and V."""
+    """Return the manager of a pool of 2 GiB; without a number of blocks kvcached would make it as large as the card."""
     interfaces = importlib.import_module("kvcached.integration.vllm.interfaces")
-    block_size, heads, head_dim, num_layers = 16, 8, 128, 16
-    cell_bytes = heads * head_dim * 2
-    num_blocks = 2 * _GIB // (2 * num_layers * block_size * cell_bytes)
     interfaces.init_kvcached(device=str(device), is_worker=True)
-    shape = (2, num_blocks, block_size, heads, head_dim)
-    interfaces.alloc_kv_cache(shape, block_size, torch.float16, str(device), num_layers)
-    return interfaces.get_kv_cache_manager(None, block_size, cell_bytes, num_layers)
+    shape = (2, _NUM_BLOCKS, _BLOCK_TOKENS, _HEADS, _HEAD_DIM)
+    interfaces.alloc_kv_cache(shape, _BLOCK_TOKENS, torch.float16, str(device), _NUM_LAYERS)
+    return interfaces.get_kv_cache_manager(_NUM_BLOCKS, _BLOCK_TOKENS, _CELL_BYTES, _NUM_LAYERS)

@@ -23,7 +23,7 @@ WITHOUT_A_GPU: Mapping[str, str] = {
     "device-turns": "two processes over the device `host`; `cuda` over doubles",
     "nccl": "the group over a double with the signatures of torch's stubs; gloo for real",
     "nccl-refusal": "time limits over that double",
-    "memory-kvcached": "`KvLimiter` over doubles of kvcached",
+    "memory-kvcached": "the part over kvcached's own manager, its compiled module replaced; `KvLimiter` over doubles",
     "memory-vllm": "sleep and wake over doubles of vLLM",
 }
 """Part -> what stands for it on a machine without a GPU."""

@@ -1,16 +1,19 @@
 """Runs the parts one after the other, each in a process of its own, prints what they found, and writes it down.
 
-Invariants: the whole check ends within ten minutes, whatever hangs; what was not run is recorded with its reason; a rehearsal on the
-CPU never gets a file among the results of GPUs.
+Invariants: the whole check ends within ten minutes, whatever hangs; what was not run is recorded with its reason; after every part the
+record has all that is known by then; no part leaves a process behind; a rehearsal on the CPU never gets a file among the results of GPUs.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import importlib.util
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -25,14 +28,18 @@ from rose.bench.machine import commit, machine, versions
 SCHEMA = "rose.gpu-check/1"
 RESULTS = Path("benchmarks/results")
 _PACKAGES = ("torch", "triton", "numpy", "xxhash", "zstandard", "attrs", "kvcached", "vllm", "mooncake-transfer-engine")
+_DRIVER = Path("/dev/nvidiactl")
+_REMEDY = " (see nvidia-smi and CUDA_VISIBLE_DEVICES, or name a Python whose torch fits: make gpu-check GPU_PYTHON=...)"
 _LIMIT_S, _PART_LIMIT_S, _LEAST_S = 570.0, 150.0, 20.0
+_REAP_S = 5.0
+"""How long a process that was killed is waited for; one that the driver holds does not end."""
 
 RunOne = Callable[[str, str, float, float], Outcome]
 """Runs the part of a name, whose text of what it shows is given, with the copy rate known so far, within so many seconds."""
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the check; return 0 where everything that ran passed, or nothing could run."""
+def main(arguments: Sequence[str] | None = None, *, prepare: Callable[[], None] = lambda: None) -> int:
+    """Run the check; return 0 where everything that ran passed, or there is no card. ``prepare`` is called before the first part."""
     options = _parser().parse_args(arguments)
     is_rehearsal = options.device == "cpu"
     if options.page:
@@ -42,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     if reason := _no_gpu(is_rehearsal=is_rehearsal):
         _say(f"{reason}; nothing was run and nothing is recorded")
-        return 0
+        return 2 if _has_driver() else 0
     from rose.bench.gpu_check.parts import parts  # noqa: PLC0415 - needs torch
 
     card = _card(is_rehearsal=is_rehearsal)
@@ -51,24 +58,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if unknown:
         _say(f"there is no part {', '.join(unknown)}, only {', '.join(one.name for one in parts())}")
         return 2
+    prepare()
     _say(f"{card['name']}, torch {versions(['torch'])['torch']}{' (a rehearsal)' if is_rehearsal else ''}")
-    outcomes = run_parts(wanted, _isolated(options.device, is_quick=options.quick), limit_s=_LIMIT_S)
-    document = _document(card, outcomes, is_quick=options.quick, is_rehearsal=is_rehearsal)
     path = options.out or RESULTS / f"gpu-{slug(card['name'])}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
+    def record(outcomes: Sequence[Outcome]) -> None:
+        document = _document(card, outcomes, is_quick=options.quick, is_rehearsal=is_rehearsal)
+        path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
+    outcomes = run_parts(wanted, _isolated(options.device, is_quick=options.quick), record, limit_s=_LIMIT_S)
     _say(f"written to {path}")
     return 1 if any(one.status == FAILED for one in outcomes) else 0
 
 
 def run_parts(
-    wanted: Mapping[str, str], run_one: RunOne, *, limit_s: float, clock: Callable[[], float] = time.monotonic
+    wanted: Mapping[str, str],
+    run_one: RunOne,
+    record: Callable[[Sequence[Outcome]], None],
+    *,
+    limit_s: float,
+    clock: Callable[[], float] = time.monotonic,
 ) -> list[Outcome]:
-    """Run parts one after the other, whatever becomes of each; print as they end.
+    """Run parts one after the other, whatever becomes of each; print and record as they end.
 
     Args:
         wanted: Name of a part -> what it shows.
         run_one: Runs one of them.
+        record: Takes all outcomes so far, after every part.
         limit_s: By when all must have ended.
         clock: The time.
     """
@@ -83,6 +100,7 @@ def run_parts(
         copy_gb_s = next((one.value for one in outcome.figures if one.name == "copy within the device"), copy_gb_s)
         _show(outcome)
         outcomes.append(outcome)
+        record(outcomes)
     return outcomes
 
 
@@ -108,16 +126,28 @@ def _isolated(device: str, *, is_quick: bool) -> RunOne:
             path = Path(folder) / "outcome.json"
             rest = ["quick"] if is_quick else []
             command = [sys.executable, "-m", "rose.bench.gpu_check.one", name, device, str(path), str(copy_gb_s), *rest]
-            try:
-                code = subprocess.run(command, timeout=limit_s, check=False).returncode
-                reason = f"its process ended with exit code {code}, without a word"
-            except subprocess.TimeoutExpired:
-                reason = f"it had not ended after {limit_s:.0f} s"
+            reason = end_of(command, limit_s)
             if path.exists():
                 return Outcome.from_json(json.loads(path.read_text(encoding="utf-8")))
         return Outcome(name=name, shows=shows, status=FAILED, reason=reason)
 
     return run_one
+
+
+def end_of(command: Sequence[str], limit_s: float) -> str:
+    """Run a command, for so many seconds at most, and end whatever it started; return how it ended."""
+    process = subprocess.Popen(command, start_new_session=True)
+    try:
+        code = process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        return f"it had not ended after {limit_s:.0f} s"
+    else:
+        return f"its process ended with exit code {code}, without a word"
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # the processes of a part that was cut off would keep the card busy
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_REAP_S)
 
 
 def _say(text: str) -> None:
@@ -135,12 +165,20 @@ def _show(outcome: Outcome) -> None:
 def _no_gpu(*, is_rehearsal: bool) -> str:
     """Return why there is nothing to check on, in one line; empty where there is."""
     if importlib.util.find_spec("torch") is None:
-        return "torch is not installed here"
+        return f"torch is not installed here{_REMEDY if _has_driver() else ''}"
     import torch  # noqa: PLC0415 - only where it is installed
 
-    if not is_rehearsal and not torch.cuda.is_available():
-        return f"no GPU here (torch {torch.__version__} sees none)"
-    return ""
+    if is_rehearsal or torch.cuda.is_available():
+        return ""
+    if _has_driver():
+        build = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "a CPU build"
+        return f"this machine has NVIDIA's driver, but torch {torch.__version__}, {build}, sees no GPU{_REMEDY}"
+    return f"no GPU here (torch {torch.__version__} sees none)"
+
+
+def _has_driver() -> bool:
+    """Return whether NVIDIA's driver is loaded, so that a torch that sees no GPU is the wrong one."""
+    return _DRIVER.exists()
 
 
 def _card(*, is_rehearsal: bool) -> dict[str, Any]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
+import queue
 import tempfile
 import time
 from collections.abc import Sequence
@@ -20,7 +22,7 @@ from rose.bench.gpu_check.part import Bench, MismatchError, Part
 from rose.interfaces.device import StepWork
 
 _AIM_US = 100.0
-_WAIT_S = 120.0
+_WAIT_S, _LOOK_S = 60.0, 0.5
 _THINK_S = 2e-4
 """What an engine does between two steps, on its own processor."""
 
@@ -60,12 +62,31 @@ def _processes(path: Path, num: int, num_steps: int, size: int, index: int | Non
     for worker in workers:
         worker.start()
     try:
-        return [np.array(answers.get(timeout=_WAIT_S)) for _ in workers]
+        return _gathered(workers, answers)
     finally:
         for worker in workers:
+            worker.kill()  # who has answered has nothing more to do, and who has not never will
             worker.join(_WAIT_S)
-            if worker.is_alive():
-                worker.kill()
+
+
+def _gathered(workers: Sequence[Any], answers: Any) -> list[np.ndarray]:
+    """Return what every process answers.
+
+    Raises:
+        MismatchError: One ended without an answer, or did not come to one.
+    """
+    found: list[np.ndarray] = []
+    give_up_s = time.monotonic() + _WAIT_S
+    while len(found) < len(workers):
+        with contextlib.suppress(queue.Empty):
+            found.append(np.array(answers.get(timeout=_LOOK_S)))
+            continue
+        codes = [worker.exitcode for worker in workers if worker.exitcode]
+        if codes or time.monotonic() > give_up_s:
+            end = f"ended with exit code {codes[0]}" if codes else f"took no {_WAIT_S:.0f} s of turns to an end"
+            message = f"of {len(workers)} processes that take turns one {end}"
+            raise MismatchError(message)
+    return found
 
 
 def _work(path: Path, num_steps: int, size: int, index: int | None, barrier: Any, answers: Any) -> None:
