@@ -1,6 +1,6 @@
 """ROLL's agentic pipeline whole, on CPUs: FSDP2 learner, environments, group queue; its rollouts on a pool.
 
-    python tests/real_pipeline.py POOL_URL MODEL [STEPS] [--async-ratio N]
+    python tests/real_pipeline.py POOL_URL MODEL [STEPS] [--async-ratio N] [--dtype fp32|bf16]
 
 ROLL's own ``init()`` starts a cluster by its command line and leaves it; here the cluster is this process's, and ends with it.
 """
@@ -17,7 +17,9 @@ from typing import Any
 from real_tools import start_ray
 
 
-def settings(url: str, model: str, folder: str, *, steps: int, async_ratio: int, num_ranks: int = 1) -> dict[str, Any]:
+def settings(
+    url: str, model: str, folder: str, *, steps: int, async_ratio: int, num_ranks: int = 1, dtype: str = "fp32"
+) -> dict[str, Any]:
     """Return what a YAML file would hold."""
     generating = {"max_new_tokens": 16, "top_p": 1.0, "top_k": -1, "temperature": 1.0, "num_return_sequences": 1}
     environment = {
@@ -29,7 +31,7 @@ def settings(url: str, model: str, folder: str, *, steps: int, async_ratio: int,
         "generating_args": generating,
         "llm_proxy": {"proxy_type": "rose", "proxy_config": {"pool": url, "poll_s": 0.1}},
     }
-    model_args = {"attn_implementation": "sdpa", "disable_gradient_checkpointing": True, "dtype": "fp32"}
+    model_args = {"attn_implementation": "sdpa", "disable_gradient_checkpointing": True, "dtype": dtype}
     devices = f"list(range(0,{num_ranks}))"
     return {
         "exp_name": "rose",
@@ -66,7 +68,7 @@ def settings(url: str, model: str, folder: str, *, steps: int, async_ratio: int,
             },
             "strategy_args": {
                 "strategy_name": "fsdp2_train",
-                "strategy_config": {"fsdp_size": num_ranks, "param_dtype": "fp32", "reduce_dtype": "float32"},
+                "strategy_config": {"fsdp_size": num_ranks, "param_dtype": dtype, "reduce_dtype": "float32"},
             },
             "device_mapping": devices,
             "infer_batch_size": 1,
@@ -95,7 +97,7 @@ def settings(url: str, model: str, folder: str, *, steps: int, async_ratio: int,
     }
 
 
-def run(url: str, model: str, *, steps: int, async_ratio: int) -> list[dict[str, Any]]:
+def run(url: str, model: str, *, steps: int, async_ratio: int, dtype: str) -> list[dict[str, Any]]:
     """Run the pipeline; returns the metrics of each step."""
     folder = tempfile.mkdtemp(prefix="rose-roll-")
     os.environ["ROLL_LOG_DIR"] = f"{folder}/logs"
@@ -106,7 +108,7 @@ def run(url: str, model: str, *, steps: int, async_ratio: int) -> list[dict[str,
 
     config = from_dict(
         data_class=AgenticConfig,
-        data=settings(url, model, folder, steps=steps, async_ratio=async_ratio),
+        data=settings(url, model, folder, steps=steps, async_ratio=async_ratio, dtype=dtype),
     )
     pipeline = AgenticPipeline(pipeline_config=config)
     seen: list[dict[str, Any]] = []
@@ -131,8 +133,9 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("steps", type=int, nargs="?", default=3)
     parser.add_argument("--async-ratio", type=int, default=0)
+    parser.add_argument("--dtype", default="fp32")
     given = parser.parse_args()
-    for values in run(given.url, str(given.model), steps=given.steps, async_ratio=given.async_ratio):
+    for values in run(given.url, str(given.model), steps=given.steps, async_ratio=given.async_ratio, dtype=given.dtype):
         numbers = {
             name.partition("@")[0]: float(value) for name, value in values.items() if hasattr(value, "__float__")
         }

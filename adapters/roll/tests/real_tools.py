@@ -59,7 +59,7 @@ def start_ray(num_cpus: int = 4, **variables: str) -> None:
     )  # fmt: skip
     ray.init(
         num_cpus=num_cpus,
-        resources={DEVICE: 8},
+        resources={DEVICE: 16},  # a learner takes eight, and they come back some time after it has ended
         include_dashboard=False,
         log_to_driver=False,
         logging_level="ERROR",

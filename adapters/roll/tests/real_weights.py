@@ -20,9 +20,12 @@ class Learner:
         model: Where weights begin.
         num_ranks: Ranks that share the model.
         num_fronts: Fronts that join ROLL's own broadcast from ROLL's own train workers; 0: train workers of ours.
+        front: Their class.
     """
 
-    def __init__(self, url: str, model: Path, *, num_ranks: int, num_fronts: int = 0) -> None:
+    def __init__(
+        self, url: str, model: Path, *, num_ranks: int, num_fronts: int = 0, front: str = "rose_roll.RoseInferWorker"
+    ) -> None:
         import ray
         from dacite import from_dict
         from roll.distributed.executor.cluster import Cluster
@@ -35,10 +38,11 @@ class Learner:
         given = settings(url, str(model), folder, steps=4, async_ratio=0, num_ranks=num_ranks)
         if num_fronts:
             given["actor_train"]["worker_cls"] = "roll.pipeline.agentic.agentic_actor_worker.ActorWorker"
+            given["actor_infer"]["worker_cls"] = front
             given["actor_infer"]["device_mapping"] = f"list(range({num_ranks},{num_ranks + num_fronts}))"
         config = from_dict(data_class=AgenticConfig, data=given)
         config.set_max_steps(max_steps=4)
-        self._resources = ResourceManager(num_nodes=1, num_gpus_per_node=4)
+        self._resources = ResourceManager(num_nodes=1, num_gpus_per_node=8)
         name = Path(folder).name
         self._cluster = self._start(Cluster, f"train_{name}", config.actor_train, config)
         self._fronts = None
@@ -46,6 +50,11 @@ class Learner:
         if num_fronts:
             target = self._fronts = self._start(Cluster, f"infer_{name}", config.actor_infer, config)
         self._group = ModelUpdateGroup(src_cluster=self._cluster, tgt_cluster=target, pipeline_config=config)
+
+    @property
+    def fronts(self) -> list[Any]:
+        """Return the workers that join ROLL's own broadcast."""
+        return list(self._fronts.workers) if self._fronts is not None else []
 
     def update(self) -> dict[str, float]:
         """Do what the pipeline does between two steps; returns its metrics, means over the ranks."""
@@ -71,7 +80,7 @@ class Learner:
 
     def close(self) -> None:
         """End the workers."""
-        for worker in [*self._cluster.workers, *(self._fronts.workers if self._fronts is not None else ())]:
+        for worker in [*self._cluster.workers, *self.fronts]:
             self._ray.kill(worker)
         self._resources.destroy_placement_group()
 
