@@ -17,12 +17,13 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import attrs
 
-from rose.errors import RoseError, TransferError
+from rose.errors import ConfigError, RoseError, TransferError
 from rose.frameworks.place import PoolPlace
 from rose.interfaces import Trainer, Transport
 from rose.pool import SyncReport
@@ -32,6 +33,7 @@ from rose.transfer.publisher import Publisher, PublishReport
 from rose.types import EngineId, WeightVersion
 
 _logger = logging.getLogger(__name__)
+_REST_S = 1.0
 
 
 @attrs.frozen(kw_only=True)
@@ -70,6 +72,8 @@ class WeightPush:
         run: Name of this launch of the trainer, the same on every rank, and a new one for every launch.
         publish_timeout_s: How long one publish may take, waiting for the other ranks included.
         sync_timeout_s: How long rank 0 waits for the engines; they go on after that.
+        sync_retry_s: How long a sync that failed as a whole is asked for again, since no engine has the version before; a pool that does not let
+            this process in is asked once.
         is_sync_awaited: Whether ``push`` waits for the engines at all.
     """
 
@@ -81,11 +85,12 @@ class WeightPush:
         run: str,
         publish_timeout_s: float = 300.0,
         sync_timeout_s: float = 120.0,
+        sync_retry_s: float = 30.0,
         is_sync_awaited: bool = True,
     ) -> None:
         self._place, self._trainer, self._run = place, trainer, WeightVersion(run, 0).run  # checks the name
         self._publish_timeout_s, self._sync_timeout_s = publish_timeout_s, sync_timeout_s
-        self._is_sync_awaited = is_sync_awaited
+        self._sync_retry_s, self._is_sync_awaited = sync_retry_s, is_sync_awaited
         self._store: Transport | None = None
         self._offer: StoreOffer
         self._publisher: Publisher | None = None
@@ -138,7 +143,10 @@ class WeightPush:
         """Let the pool sync; a sync of an earlier push that has not ended takes this version along or is followed by another."""
         assert self._store is not None  # noqa: S101 - it was opened to publish
         address = self._store.address()
-        before, self._sync = self._sync, _Sync(self._place, {"name": address.name, **dict(address.options)})
+        before, self._sync = (
+            self._sync,
+            _Sync(self._place, {"name": address.name, **dict(address.options)}, retry_s=self._sync_retry_s),
+        )
         self._sync.begin(after=before)
         if not self._is_sync_awaited:
             return PushReport(publish=publish)
@@ -154,11 +162,11 @@ class WeightPush:
 class _Sync:
     """One sync of the pool, in a thread of its own, so that a trainer need not wait for it."""
 
-    def __init__(self, place: PoolPlace, address: Mapping[str, Any]) -> None:
+    def __init__(self, place: PoolPlace, address: Mapping[str, Any], *, retry_s: float) -> None:
         self.ended = threading.Event()
         self.report: SyncReport | None = None
         self.error: RoseError | None = None
-        self._place, self._address = place, address
+        self._place, self._address, self._retry_s = place, address, retry_s
 
     def begin(self, *, after: _Sync | None) -> None:
         threading.Thread(target=self._run, args=(after,), name="rose-sync", daemon=True).start()
@@ -167,8 +175,7 @@ class _Sync:
         try:
             if after is not None:
                 after.ended.wait()
-            body = {"address": dict(self._address)}
-            self.report = sync_report_from_plain(self._place.call("POST", "/v1/sync", body, timeout_s=float("inf")))
+            self.report = self._asked()
         except RoseError as error:
             self.error = error
             _logger.warning("the pool could not sync its engines: %s", error)
@@ -179,6 +186,20 @@ class _Sync:
             if self.report is not None:
                 _log_errors(self.report)
             self.ended.set()
+
+    def _asked(self) -> SyncReport:
+        body = {"address": dict(self._address)}
+        give_up_s = time.monotonic() + self._retry_s
+        while True:
+            try:
+                return sync_report_from_plain(self._place.call("POST", "/v1/sync", body, timeout_s=float("inf")))
+            except ConfigError:
+                raise
+            except RoseError as error:
+                if time.monotonic() + _REST_S > give_up_s:
+                    raise
+                _logger.warning("the pool could not sync its engines (%s); asking again", error)
+            time.sleep(_REST_S)
 
 
 def _log_errors(report: SyncReport) -> None:

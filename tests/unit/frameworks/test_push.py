@@ -172,21 +172,33 @@ async def test_a_sync_that_takes_long_is_not_waited_for_beyond_its_time() -> Non
                 await asyncio.sleep(0.05)
 
 
-async def test_a_sync_that_failed_as_a_whole_has_its_error_in_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("num_failures", "retry_s"), [(2, 10.0), (10_000, 0.1)])
+async def test_a_sync_that_failed_as_a_whole_is_asked_for_again_for_a_while(
+    num_failures: int, retry_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rose.frameworks.push._REST_S", 0.01)
+    asked: list[str] = []
     async with site(engines()) as (place, _):
-        ranks = pushes(place)
+        ranks = pushes(place, sync_retry_s=retry_s)
         call = PoolPlace.call
 
         def without_sync(self: PoolPlace, method: str, path: str, body: object = None, *, timeout_s: float) -> Any:
-            if path == "/v1/sync":
+            asked.extend([path] if path == "/v1/sync" else [])
+            if path == "/v1/sync" and len(asked) <= num_failures:
                 message = "away"
                 raise TransportError(message)
             return call(self, method, path, body, timeout_s=timeout_s)
 
         monkeypatch.setattr(PoolPlace, "call", without_sync)
         (report,) = await push(ranks, 0.0)
-        assert (report.sync, report.problem) == (None, "away")
-        assert isinstance(report.error, TransportError)
+        assert len(asked) >= 3
+        if num_failures == 2:
+            assert (report.error, report.problem) == (None, "")
+            assert report.sync is not None
+            assert set(report.sync.activations) == {"e0", "e1"}
+        else:
+            assert (report.sync, report.problem) == (None, "away")
+            assert isinstance(report.error, TransportError)
 
 
 async def test_nobody_waits_where_that_is_not_wanted() -> None:

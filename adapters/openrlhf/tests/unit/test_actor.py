@@ -169,7 +169,9 @@ async def test_a_turn_does_not_wait_for_weights_that_the_pool_has_no_more(model)
         await one.open()
         await sync(one, parameters(model))
         await front(url, model, run="another").open()
-        with pytest.raises(TurnFailedError, match=r"the pool is at another:0, and has lost the weights of this job, openrlhf-test"):
+        with pytest.raises(
+            TurnFailedError, match=r"the pool is at another:0, and has lost the weights of this job, openrlhf-test"
+        ):
             await asyncio.wait_for(one.generate([5, 6], openrlhf_params(max_tokens=4)), 20)
 
 
