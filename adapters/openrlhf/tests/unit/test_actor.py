@@ -158,9 +158,10 @@ async def test_a_sync_that_did_not_reach_the_pool_is_made_up_for(model, monkeypa
     monkeypatch.setattr(PoolPlace, "call", broken_once)
     async with pool_of(FakeEngine(engine_id=EngineId("e0"))) as (url, _, __):
         one = front(url, model, retry_s=10.0)
-        assert await one.open() == 1
+        assert await one.open() == 0
+        assert calls.count("/v1/sync") == 2
         answer = await asyncio.wait_for(one.generate([5, 6], openrlhf_params(max_tokens=4)), 20)
-        assert [str(span.version) for span in answer.rose.versions] == ["openrlhf-test:1"]
+        assert [str(span.version) for span in answer.rose.versions] == ["openrlhf-test:0"]
 
 
 async def test_a_turn_does_not_wait_for_weights_that_the_pool_has_no_more(model):
