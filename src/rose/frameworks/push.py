@@ -6,8 +6,8 @@ Life cycle of one push:
 2. [EVERY RANK] publish this rank's share; returns once the version is visible.
 3. [RANK 0] announce the version to the framework, where that was asked for: turns may return tokens of it as soon as one engine has it, which is
    before the next step ends.
-4. [RANK 0] let the pool sync: engines stage while they serve, and activate. The job's own engines are waited for, up to
-   ``sync_timeout_s``, borrowed ones by nobody.
+4. [RANK 0] let the pool sync: engines stage while they serve, and activate. A sync that fails as a whole is asked for again, up to
+   ``sync_retry_s``. The job's own engines are waited for, up to ``sync_timeout_s`` from the last time it was asked for, borrowed ones by nobody.
 
 Invariants: all ranks push together, like a collective, though none runs inside; one sync is under way at a time; an engine that cannot
 take a version is reported and never an error of the push: the pool gives it no turns that ask for that version.
@@ -71,7 +71,7 @@ class WeightPush:
         trainer: This rank's weights.
         run: Name of this launch of the trainer, the same on every rank, and a new one for every launch.
         publish_timeout_s: How long one publish may take, waiting for the other ranks included.
-        sync_timeout_s: How long rank 0 waits for the engines; they go on after that.
+        sync_timeout_s: How long rank 0 waits for the engines since the pool was last asked to sync them; they go on after that.
         sync_retry_s: How long a sync that failed as a whole is asked for again, since no engine has the version before; a pool that does not let
             this process in is asked once.
         is_sync_awaited: Whether ``push`` waits for the engines at all.
@@ -150,7 +150,7 @@ class WeightPush:
         self._sync.begin(after=before)
         if not self._is_sync_awaited:
             return PushReport(publish=publish)
-        if not self._sync.ended.wait(self._sync_timeout_s):
+        if not self._sync.wait(self._sync_timeout_s):
             problem = f"the engines were not at {publish.version} after {self._sync_timeout_s} s (sync_timeout_s); the sync goes on"
             _logger.warning(problem)
             return PushReport(publish=publish, problem=problem)
@@ -163,18 +163,26 @@ class _Sync:
     """One sync of the pool, in a thread of its own, so that a trainer need not wait for it."""
 
     def __init__(self, place: PoolPlace, address: Mapping[str, Any], *, retry_s: float) -> None:
-        self.ended = threading.Event()
         self.report: SyncReport | None = None
         self.error: RoseError | None = None
+        self._ended = threading.Event()
         self._place, self._address, self._retry_s = place, address, retry_s
+        self._asked_s = time.monotonic()
 
     def begin(self, *, after: _Sync | None) -> None:
         threading.Thread(target=self._run, args=(after,), name="rose-sync", daemon=True).start()
 
+    def wait(self, timeout_s: float) -> bool:
+        """Return whether it has ended; ``False`` once ``timeout_s`` have passed since the pool was last asked."""
+        while not self._ended.wait(max(0.0, self._asked_s + timeout_s - time.monotonic())):
+            if time.monotonic() >= self._asked_s + timeout_s:
+                return False
+        return True
+
     def _run(self, after: _Sync | None) -> None:
         try:
             if after is not None:
-                after.ended.wait()
+                after._ended.wait()  # noqa: SLF001 - another of its own kind
             self.report = self._asked()
         except RoseError as error:
             self.error = error
@@ -185,12 +193,13 @@ class _Sync:
         finally:
             if self.report is not None:
                 _log_errors(self.report)
-            self.ended.set()
+            self._ended.set()
 
     def _asked(self) -> SyncReport:
         body = {"address": dict(self._address)}
         give_up_s = time.monotonic() + self._retry_s
         while True:
+            self._asked_s = time.monotonic()
             try:
                 return sync_report_from_plain(self._place.call("POST", "/v1/sync", body, timeout_s=float("inf")))
             except ConfigError:

@@ -100,6 +100,7 @@ class FrontActor(PoolFront):
             run=settings.run,
             publish_timeout_s=options.publish_timeout_s,
             sync_timeout_s=options.sync_timeout_s,
+            sync_retry_s=options.retry_s,
         )
         super().__init__(
             run=settings.run,

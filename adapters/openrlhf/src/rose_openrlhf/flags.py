@@ -22,7 +22,7 @@ class Options:
         pool: The pool's URL; ``None`` is ``$ROSE_POOL``.
         pool_token_file: Holds the bearer token; ``None`` is ``$ROSE_POOL_TOKEN_FILE``, or no token.
         turn_deadline_s: Of one turn.
-        retry_s: How long a turn, or a publish, is tried again while the pool is out of reach.
+        retry_s: How long a turn, a publish or a sync is tried again while the pool is out of reach.
         publish_timeout_s: Of one version.
         sync_timeout_s: How long dedicated engines may take to fetch a version before training goes on without those that did not.
         hold_s: The longest pause between ``pause_generation`` and ``resume_generation``.

@@ -14,7 +14,7 @@ Invariants:
 * A version is published whole or not at all: only after its last tensor came, and only if the copy found every
   tensor of the first pass in it.
 * A pass that ends early, or whose first tensor comes again, is dropped; the next whole pass overwrites what it left in the copy.
-* A pass in which nothing changed is a version like any other. One whose sync failed as a whole is published once more, as another version.
+* A pass in which nothing changed is a version like any other.
 * One tensor is held besides the trainer's copy.
 """
 
@@ -135,7 +135,7 @@ class WeightInlet:
     Args:
         copy: The trainer's copy.
         push: What publishes it.
-        retry_s: How long a publish that cannot reach the pool's store, or a sync of the pool that fails as a whole, is tried again.
+        retry_s: How long a publish that cannot reach the pool's store is tried again.
         announce: Told of each report, in order.
     """
 
@@ -183,18 +183,19 @@ class WeightInlet:
 
     async def publish(self) -> Any:
         """Publish the copy as it is; returns the report."""
+        report = await self._pushed()
+        if report.error is not None:
+            raise report.error
+        self.announce(report)
+        return report
+
+    async def _pushed(self) -> Any:
         give_up_s = self.clock() + self.retry_s
         while True:
             try:
-                report = await in_thread(self.push.push)
-                error = report.error
-            except TransportError as unreachable:
-                error = unreachable
-            else:
-                if error is None:
-                    self.announce(report)
-                    return report
-            if self.clock() + _REST_S > give_up_s:
-                raise error
-            _logger.warning("the weights cannot be brought to the pool now (%s); trying again", error)
+                return await in_thread(self.push.push)
+            except TransportError as error:
+                if self.clock() + _REST_S > give_up_s:
+                    raise
+                _logger.warning("the weights cannot be brought to the pool's store now (%s); trying again", error)
             await self.rest(_REST_S)
