@@ -9,8 +9,8 @@ _TEMPLATE = (
 )
 
 
-def make_policy(folder, *, is_tied=True, seed=0):
-    """A Qwen3 of two layers in float32, random, with wide enough weights that greedy answers depend on all of them."""
+def make_policy(folder, *, is_tied=True, seed=0, spread=0.1):
+    """A Qwen3 of two layers in float32, random; with this ``spread`` of its weights greedy answers depend on all of them, Qwen3's own is .02."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
@@ -38,7 +38,7 @@ def make_policy(folder, *, is_tied=True, seed=0):
         head_dim=32,
         max_position_embeddings=512,
         tie_word_embeddings=is_tied,
-        initializer_range=0.1,
+        initializer_range=spread,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=None,
