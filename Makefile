@@ -17,11 +17,13 @@ EMPTY :=
 SPACE := $(EMPTY) $(EMPTY)
 LIGHT := .venv-light
 LIGHT_BIN := $(abspath $(LIGHT))/bin
+# How many of the tests' processes run side by side; each may hold an engine or two of some 1.5 GB.
+TEST_WORKERS ?= 2
 SOURCES := src adapters tests tools examples docs benchmarks
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: env gpu-check sglang-env test-sglang $(ADAPTERS:%=%-env) $(ADAPTERS:%=test-%) demo test check lint format types layers spelling docs examples bench reproduce clean
+.PHONY: env gpu-check sglang-env test-sglang $(ADAPTERS:%=%-env) $(ADAPTERS:%=test-%) demo test unit check lint format types layers spelling docs examples bench reproduce clean
 
 env: $(READY)
 
@@ -86,8 +88,13 @@ $(ADAPTERS:%=test-%): test-%: env %-env
 demo: env
 	$(BIN)/rose demo
 
+# A file's tests share their engines, so a worker takes whole files.
 test: env
-	$(BIN)/pytest
+	$(BIN)/pytest -n $(TEST_WORKERS) --dist loadfile -m "not alone"
+	$(BIN)/pytest -m alone
+
+unit: env
+	$(BIN)/pytest -n $(TEST_WORKERS) --dist loadfile tests/unit
 
 check: lint types layers spelling docs
 

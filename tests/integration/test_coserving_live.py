@@ -25,7 +25,7 @@ from rose.policies.admission import Budget, Mode
 from rose.testing.models import make_qwen3
 from rose.types import EngineId, EngineRequest, FinishReason, RequestId, Sampling
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(400), pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.engine, pytest.mark.alone, pytest.mark.timeout(400), pytest.mark.asyncio(loop_scope="module")]
 
 NUM_REQUESTS = 24
 NUM_TOKENS = 50

@@ -18,7 +18,7 @@ from rose.reference.demo import run_demo
 from rose.reference.demo_config import DemoConfig
 from sglang_real import server_path, sglang_python
 
-pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.sglang, pytest.mark.alone, pytest.mark.timeout(900)]
 
 SHORT = DemoConfig(
     steps=1,

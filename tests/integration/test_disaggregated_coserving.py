@@ -24,7 +24,7 @@ from rose.backends.vllm.streams import sampling_params
 from rose.policies.admission import Mode
 from rose.types import Sampling
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(400), pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.engine, pytest.mark.alone, pytest.mark.timeout(400), pytest.mark.asyncio(loop_scope="module")]
 
 NUM_REQUESTS = 24
 NUM_TOKENS = 40

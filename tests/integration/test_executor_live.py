@@ -36,7 +36,7 @@ from rose.testing.contracts.streams import collect, reading
 from rose.testing.models import make_qwen3
 from rose.types import EngineRequest, FinishReason, RequestId, Sampling
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(240), pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.engine, pytest.mark.alone, pytest.mark.timeout(240), pytest.mark.asyncio(loop_scope="module")]
 
 START_S = 150.0
 PROMPT = [5, 6, 7, 8]

@@ -21,7 +21,7 @@ from rose.testing.contracts.streams import Stream, collect, until
 from rose.testing.models import make_qwen3
 from rose.types import EngineId, EngineRequest, FinishReason, RequestId, Sampling
 
-pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.engine, pytest.mark.alone, pytest.mark.asyncio(loop_scope="module")]
 
 BLOCK_TOKENS = 128
 BLOCK_BYTES = 2 << 20  # over all layers, about that of an 8 B model

@@ -33,6 +33,7 @@ from rose.types import EngineId, EngineRequest, RequestId, Sampling
 pytestmark = [
     pytest.mark.sglang,
     pytest.mark.engine,
+    pytest.mark.alone,
     pytest.mark.timeout(600),
     pytest.mark.asyncio(loop_scope="module"),
 ]

@@ -23,7 +23,7 @@ from rose.backends.turn_lock import TurnLock
 from rose.errors import EngineLostError
 from rose.policies.admission import Mode
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(400), pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.engine, pytest.mark.alone, pytest.mark.timeout(400), pytest.mark.asyncio(loop_scope="module")]
 
 DEVICES = ("left", "right")
 NUM_REQUESTS = 16

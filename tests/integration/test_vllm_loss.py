@@ -19,7 +19,7 @@ from rose.errors import EngineLostError
 from rose.interfaces.serving import PauseMode
 from rose.testing.contracts.streams import collect, reading, until
 
-pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="session")]
+pytestmark = [pytest.mark.engine, pytest.mark.alone, pytest.mark.asyncio(loop_scope="session")]
 
 
 async def test_killed_engine_ends_streams_and_calls(tiny_model: Path, new_request: Any) -> None:

@@ -14,7 +14,7 @@ from rose.bench.coserve.live import ROLLOUT, SERVING, LiveRig, RunPlan
 from rose.bench.coserve.settings import LiveSettings
 from rose.bench.coserve.world import DeviceSetup
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(300), pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.engine, pytest.mark.alone, pytest.mark.timeout(300), pytest.mark.asyncio(loop_scope="module")]
 
 SETTINGS = LiveSettings(k=1.0, setup=DeviceSetup(num_slots=4))
 
