@@ -8,20 +8,25 @@ import json
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rose.cli.parsers import add_parser, installing
+from rose.policies.routing import EngineState
+from rose.pool.events import EngineStateChanged
 
 if TYPE_CHECKING:
     from rose.hosts.http.tokenizers import Tokenizer
     from rose.hosts.job import JobConfig, OpenJob
+    from rose.types import EngineId
 
 _DESCRIPTION = """\
 Run the pool of a job file for trainers in other processes: starts the dedicated engines, borrows devices from the lender, never more than
 resources.n_serving at a time, and serves turns at service.listen.
 
-Prints one JSON line with its address once it is up. SIGTERM or Ctrl-C ends the turns, gives every device back, ends the engines that were
+Prints one JSON line with its address once it is up, and on the standard error a line for each engine that is lost, cannot take new weights, or is
+back after that. SIGTERM or Ctrl-C ends the turns, gives every device back, ends the engines that were
 started, and prints a last line with the most leases that were held at a time.
 """
 
@@ -107,7 +112,7 @@ async def _serve_until(config: JobConfig, tokenizer: Tokenizer | None, stopped: 
 
     held: OpenJob | None = None
     try:
-        async with open_job(config) as job:
+        async with open_job(config, on_event=Losses()) as job:
             held = job
             name = config.model.name or config.job.name
             with offer_store(config) as store:
@@ -122,6 +127,30 @@ async def _serve_until(config: JobConfig, tokenizer: Tokenizer | None, stopped: 
         if held is not None:
             lender = held.lender
             _print({"ended": True, "most_leases": 0 if lender is None else lender.most_held})
+
+
+class Losses:
+    """Tells whoever runs the pool of engines that take no turns, and of their return."""
+
+    def __init__(self) -> None:
+        self._start_s = time.monotonic()
+        self._out: dict[EngineId, EngineState] = {}
+
+    def __call__(self, event: object) -> None:
+        """Be a pool's observer."""
+        if not isinstance(event, EngineStateChanged):
+            return
+        engine_id, state = event.engine_id, event.new
+        if state in (EngineState.LOST, EngineState.FENCED) and self._out.get(engine_id) is not state:
+            self._out[engine_id] = state
+            self._say(f"engine {engine_id} is {state.value} and takes no turns: {event.why}")
+        elif state is EngineState.READY and engine_id in self._out:
+            del self._out[engine_id]
+            self._say(f"engine {engine_id} takes turns again")
+
+    def _say(self, text: str) -> None:
+        sys.stderr.write(f"rose pool [{time.monotonic() - self._start_s:7.1f} s] {text}\n")
+        sys.stderr.flush()
 
 
 def _print(value: dict[str, Any]) -> None:
