@@ -89,7 +89,7 @@ class PoolPlace:
         try:
             answer: Mapping[str, Any] = self.call("GET", "/v1/pool", timeout_s=timeout_s)
         except ConfigError as error:
-            message = f"the pool at {self.url} does not let this process in ({error}): name a file with its token as token_file, or in {_TOKEN_VARIABLE}"
+            message = f"the pool at {self.url} does not let this process in ({error}): name the file with its token where the address is given, or in {_TOKEN_VARIABLE}"
             raise ConfigError(message) from error
         except RoseError as error:
             message = f"no pool answers at {self.url} ({error}): start it with `rose pool job.toml`, or give the address that it printed"

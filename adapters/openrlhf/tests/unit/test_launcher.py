@@ -60,7 +60,7 @@ async def test_a_pool_that_wants_a_token_says_where_it_goes(given, said, tmp_pat
         assert await asyncio.to_thread(launcher.main, [*JOB, "--rose.pool", url, *flags]) == 2
     errors = capsys.readouterr().err
     assert said in errors
-    assert "a file with its token as token_file, or in ROSE_POOL_TOKEN_FILE" in errors
+    assert "name the file with its token where the address is given, or in ROSE_POOL_TOKEN_FILE" in errors
 
 
 def test_something_that_is_no_pool(capsys, monkeypatch):
