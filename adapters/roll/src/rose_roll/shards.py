@@ -86,7 +86,8 @@ class PublishesShards:
                 report = push.push()
         else:
             report = push.push()
-        worker.logger.info("weights %s are published; %d engines are without them", report.version, len(report.errors))
+        without = report.problem or f"{len(report.errors)} engines are without them"
+        worker.logger.info("weights %s are published; %s", report.version, without)
         seconds = time.monotonic() - started_s
         return metrics | push_metrics(report, seconds=seconds, num_ranks=worker.world_size)
 
