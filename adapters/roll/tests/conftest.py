@@ -43,8 +43,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 class FakeSite:
     """A pool of scripted engines behind its real service, with a real store, in a thread."""
 
-    def __init__(self, engines: Sequence[FakeEngine], **options: Any) -> None:
+    def __init__(self, engines: Sequence[FakeEngine], *, listen: str = "127.0.0.1:0", **options: Any) -> None:
         self.engines = list(engines)
+        self._listen = listen
         self.store = MemoryTransport()
         self._options = options
         self._opened: Future[str] = Future()
@@ -60,7 +61,7 @@ class FakeSite:
             offer = StoreOffer(address=self.store.serve())
             async with (
                 RolloutPool(self.engines, **self._options) as self.pool,
-                serve_pool(PoolService(self.pool, name="toy", store=offer), "127.0.0.1:0") as url,
+                serve_pool(PoolService(self.pool, name="toy", store=offer), self._listen) as url,
             ):
                 self._opened.set_result(url)
                 await self._ending.wait()
@@ -78,6 +79,8 @@ class FakeSite:
         return asyncio.run_coroutine_threadsafe(run(), self._loop).result(20)
 
     def close(self) -> None:
+        if not self._thread.is_alive():
+            return
         self._loop.call_soon_threadsafe(self._ending.set)
         self._thread.join(20)
         self.store.close()

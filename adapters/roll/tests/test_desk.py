@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import socket
+from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
 
 import attrs
 import pytest
 
-from rose.errors import ConfigError, TransportError
+from rose import RolloutPool
+from rose.backends.memory import MemoryTransport
+from rose.errors import ConfigError, TransportError, TurnFailedError
+from rose.hosts.http.pool_service import PoolService, serve_pool
+from rose.testing import FakeEngine, FakeTrainer
+from rose.transfer.publisher import Publisher
 from rose.types import AnyVersion, AtLeast, FinishReason, Sampling, Turn, TurnResult, VersionSpan, WeightVersion
+from rose_roll.connection import LoopConnection
 from rose_roll.desk import Desk, Request
 from rose_roll.options import RoseOptions, wire_dtype
+from rose_roll.partials import NOTHING
 from rose_roll.patience import Patience
 from rose_roll.versions import Versions, ends_of, spans_of
 
@@ -38,6 +48,13 @@ class Pool:
     async def generate(self, turn: Turn) -> TurnResult:
         self.turns.append(turn)
         return TurnResult(token_ids=(3,), logprobs=(-1.0,), finish_reason=FinishReason.STOP, versions=(), hops=())
+
+
+@pytest.fixture
+def free_url() -> str:
+    """An address at which nothing listens."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return f"http://127.0.0.1:{listener.getsockname()[1]}"
 
 
 REQUEST = Request(request_id="r", trajectory_id="t", group_id="g", prompt_ids=(1, 2), sampling=Sampling(max_tokens=4))
@@ -87,6 +104,51 @@ async def test_a_pool_that_is_away_when_a_step_begins_is_waited_for() -> None:
     await running
     assert [turn.versions for turn in pool.turns] == [AtLeast(4)]
     assert desk.versions.step_of(WeightVersion("r", 4)) == 7
+
+
+@contextlib.asynccontextmanager
+async def pool_at(url: str, engine: FakeEngine) -> AsyncIterator[RolloutPool]:
+    """A pool behind its real service."""
+    async with RolloutPool([engine]) as pool, serve_pool(PoolService(pool, name="toy"), url.removeprefix("http://")):
+        yield pool
+
+
+async def connected(url: str, **options: Any) -> LoopConnection:
+    """Return a connection that had a turn of a pool with weights, which has ended since."""
+    connection = LoopConnection(RoseOptions(pool=url, **options))
+    async with pool_at(url, FakeEngine(weight_version=WeightVersion("r", 3))):
+        assert (await (await connection.desk()).run(REQUEST)).versions[0].version == WeightVersion("r", 3)
+    return connection
+
+
+async def test_a_pool_that_was_started_anew_ends_turns_however_often_they_are_asked_anew(free_url: str) -> None:
+    connection = await connected(free_url, deadline_s=0.2, retry_s=0.05, give_up_s=1.0)
+    async with pool_at(free_url, FakeEngine()):
+        desk = await connection.desk()
+        with pytest.raises(TurnFailedError, match="has lost the weights of this job: it was started anew") as caught:
+            await asyncio.wait_for(desk.run(REQUEST, patience=Patience(1000.0)), 30)
+        assert caught.value.partial == NOTHING
+        assert desk.num_live == 0
+        await connection.close()
+
+
+async def test_a_pool_that_gets_the_weights_back_in_time_has_not_lost_them(
+    free_url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("rose_roll.desk._LOOK_S", 0.02)
+    connection = await connected(free_url, give_up_s=1000.0)
+    with contextlib.closing(MemoryTransport()) as store:
+        publisher = Publisher(FakeTrainer(), store, run="r")
+        async with pool_at(free_url, FakeEngine()) as pool:
+            waiting = asyncio.ensure_future((await connection.desk()).run(REQUEST))
+            while "the pool has no weights of this job any more" not in caplog.text:
+                await asyncio.sleep(0.01)
+            for _ in range(4):
+                await publisher.publish()
+            await pool.sync_weights(store)
+            assert [span.version for span in (await waiting).versions] == [WeightVersion("r", 3)]
+            await connection.close()
+        publisher.close()
 
 
 def test_a_pool_that_lost_its_weights_makes_no_older_ones_good() -> None:

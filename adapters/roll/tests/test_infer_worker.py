@@ -12,6 +12,7 @@ import torch
 from helpers import worker_config
 
 from rose.errors import ConfigError, TransportError
+from rose.frameworks import PoolPlace
 from rose.testing import FakeEngine
 from rose.types import EngineId, WeightVersion
 from rose_roll.infer_worker import RoseFront, RoseInferWorker
@@ -156,6 +157,28 @@ async def test_broadcast_weights_are_published_when_all_are_there(
         assert str(site.call(lambda: site.pool.version)) == f"toy-1:{step}"
         sent["layer.2.weight"] += 1
     assert front.get_metrics().meta_info["metrics"]["rose/num_ready_engines"] == 2.0
+
+
+async def test_weights_that_the_pool_could_not_bring_to_any_engine_are_asked_for_by_no_turn(
+    make_front: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    front, _ = make_front()
+    sent = {"layer.0.weight": torch.ones(4, 3)}
+    _receive_from(monkeypatch, sent)
+    monkeypatch.setattr("rose_roll.infer_worker.launch_name", lambda worker, purpose: "toy-1")
+    call = PoolPlace.call
+
+    def without_sync(self: PoolPlace, method: str, path: str, *args: Any, **named: Any) -> Any:
+        if path == "/v1/sync":
+            message = "the store is away"
+            raise ConfigError(message)
+        return call(self, method, path, *args, **named)
+
+    for _ in range(2):
+        await front.broadcast_parameter(names=list(sent), dtypes=["float32"], shapes=[(4, 3)], group_name="g")
+        await front.load_states()
+        assert (await front._desk()).versions.newest == WeightVersion("toy-1", 0)
+        monkeypatch.setattr(PoolPlace, "call", without_sync)
 
 
 async def test_an_update_that_is_not_whole_is_never_published(make_front: Any, monkeypatch: pytest.MonkeyPatch) -> None:

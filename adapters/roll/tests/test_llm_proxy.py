@@ -12,7 +12,7 @@ import torch
 from helpers import SETTINGS, make_proxy, prompt
 
 from rose import PoolConfig
-from rose.errors import ConfigError, NoEngineError
+from rose.errors import ConfigError, NoEngineError, TurnFailedError
 from rose.testing import FakeEngine, Fault, FaultKind
 from rose.types import EngineId, TurnResult, WeightVersion
 from rose_roll.fields import object_array
@@ -193,6 +193,16 @@ def test_turns_of_a_step_want_the_weights_of_that_step(make_site: Any, tokenizer
     proxy.begin_step(7)
     spans = proxy.generate([], prompt([5]), dict(SETTINGS)).meta_info["rose"]["spans"]
     assert [(span["start"], span["end"], span["version"]) for span in spans] == [(0, 8, "r:3")]
+
+
+def test_a_pool_that_was_started_anew_ends_the_turns_that_it_can_never_finish(make_site: Any, tokenizer: Any) -> None:
+    site = make_site(engine(weight_version=WeightVersion("r", 3)))
+    proxy = make_proxy(site.url, tokenizer, give_up_s=0.2)
+    assert proxy.generate([], prompt([5]), dict(SETTINGS)) is not None
+    site.close()
+    make_site(engine(), listen=site.url.removeprefix("http://"))
+    with pytest.raises(TurnFailedError, match=r"has lost the weights of this job: it was started anew; .*checkpoint"):
+        proxy.generate([], prompt([5]), dict(SETTINGS))
 
 
 def test_many_environments_share_one_connection(make_site: Any, tokenizer: Any) -> None:

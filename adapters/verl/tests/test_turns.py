@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 
+import attrs
 import pytest
 
 import rose
@@ -274,6 +275,25 @@ async def test_an_abort_ends_turns_with_what_they_have_and_a_resumed_one_is_whol
         assert spans[1][1] == 12
         assert (joined.extra_fields["min_global_steps"], joined.extra_fields["max_global_steps"]) == (7, 8)
         assert (await late).extra_fields["global_steps"] == 8
+
+
+async def test_an_abort_before_a_turn_has_begun_is_no_cancellation_of_its_caller(monkeypatch):
+    async with job(engine()) as board:
+        await turn(board, trajectory="warm")
+        desk = desk_module.desk_of(board)
+        get = desk._pool.get
+
+        async def get_and_abort():
+            pool = await get()
+            news = await board.known.remote()
+            asyncio.get_running_loop().call_soon(
+                lambda: desk._take(attrs.evolve(news, num_aborts=1, is_open=False), is_own=True)
+            )
+            return pool
+
+        monkeypatch.setattr(desk._pool, "get", get_and_abort)
+        ended = await turn(board, trajectory="a", is_resumed=False)
+        assert (ended.stop_reason, ended.token_ids) == ("aborted", [])
 
 
 async def test_a_door_runs_a_turn_from_the_callers_process():

@@ -112,6 +112,45 @@ async def test_first_weights_that_no_engine_takes_end_the_job():
         assert (await board.known()).newest is None
 
 
+async def test_a_version_that_the_pool_could_not_bring_to_any_engine_is_asked_for_by_no_turn(monkeypatch, told):
+    call = PoolPlace.call
+
+    def without_sync(self, method, path, *args, **named):
+        if path == "/v1/sync":
+            message = "the pool is away"
+            raise TransportError(message)
+        return call(self, method, path, *args, **named)
+
+    monkeypatch.setattr("rose.frameworks.push._REST_S", 60.0)  # more than the half minute that it is asked again
+    one = FakeEngine(engine_id=EngineId("a"))
+    async with job(one) as (board, pusher):
+        await pusher.push(iter(tensors(0).items()), 0, is_tied=False)
+        with monkeypatch.context() as away:
+            away.setattr(PoolPlace, "call", without_sync)
+            figures = await pusher.push(iter(tensors(1).items()), 1, is_tied=False)
+        known = await board.known()
+        assert (known.newest, dict(known.steps), figures["rose/version"]) == (0, {0: 0, 1: 1}, 1.0)
+        assert any(level == "ERROR" and text.endswith("no turn asks for it: the pool is away") for level, text in told)
+        await pusher.push(iter(tensors(2).items()), 2, is_tied=False)
+        assert (await board.known()).newest == one.weight_version.n == 2
+
+
+async def test_first_weights_that_the_pool_could_not_bring_to_any_engine_end_the_job(monkeypatch):
+    async with job(FakeEngine()) as (board, pusher):
+        call = PoolPlace.call
+
+        def without_sync(self, method, path, *args, **named):
+            if path == "/v1/sync":
+                message = "the store is away"
+                raise ConfigError(message)
+            return call(self, method, path, *args, **named)
+
+        monkeypatch.setattr(PoolPlace, "call", without_sync)
+        with pytest.raises(TransferError, match=r"the first weights \(the store is away\)"):
+            await pusher.push(iter(tensors(0).items()), 0, is_tied=False)
+        assert (await board.known()).newest is None
+
+
 async def test_a_store_that_is_gone_says_that_the_job_is_to_begin_again():
     async with job(FakeEngine()) as (_, pusher):
         await pusher.push(iter(tensors(0).items()), 0, is_tied=False)

@@ -6,11 +6,11 @@ Life cycle of one push:
 2. [EVERY RANK] publish this rank's share; returns once the version is visible.
 3. [RANK 0] announce the version to the framework, where that was asked for: turns may return tokens of it as soon as one engine has it, which is
    before the next step ends.
-4. [RANK 0] let the pool sync: engines stage while they serve, and activate. A sync that fails as a whole is asked for again, up to
+4. [RANK 0] let the pool sync: engines stage while they serve, and activate. A sync that fails as a whole is asked for again, for
    ``sync_retry_s``. The job's own engines are waited for, up to ``sync_timeout_s`` from the last time it was asked for, borrowed ones by nobody.
 
-Invariants: all ranks push together, like a collective, though none runs inside; one sync is under way at a time; an engine that cannot
-take a version is reported and never an error of the push: the pool gives it no turns that ask for that version.
+Invariants: all ranks push together, like a collective, though none runs inside; a sync that never ends, because the pool's host died, holds up no later one (the
+pool itself runs one at a time); an engine that cannot take a version is reported and never an error of the push: the pool gives it no turns that ask for that version.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class PushReport:
         publish: What this rank published.
         sync: What the pool's engines made of it; ``None`` on other ranks than 0, and where that took too long or is not waited for.
         problem: Why the pool's sync failed as a whole, or has not ended; empty otherwise.
-        error: Its error where it failed; no engine was brought to the version then.
+        error: Its error where it failed; no engine is known to have the version then.
     """
 
     publish: PublishReport
@@ -56,6 +56,13 @@ class PushReport:
     def version(self) -> WeightVersion:
         """Return the version that was published."""
         return self.publish.version
+
+    @property
+    def is_with_nobody(self) -> bool:
+        """Return whether no engine is known to have the version, or to be on the way to it."""
+        if self.sync is None:
+            return self.error is not None
+        return bool(self.sync.errors) and not (self.sync.activations or self.sync.unchanged or self.sync.put_off)
 
     @property
     def errors(self) -> Mapping[EngineId, Exception]:
@@ -72,8 +79,8 @@ class WeightPush:
         run: Name of this launch of the trainer, the same on every rank, and a new one for every launch.
         publish_timeout_s: How long one publish may take, waiting for the other ranks included.
         sync_timeout_s: How long rank 0 waits for the engines since the pool was last asked to sync them; they go on after that.
-        sync_retry_s: How long a sync that failed as a whole is asked for again, since no engine has the version before; a pool that does not let
-            this process in is asked once.
+        sync_retry_s: How long after it first failed as a whole a sync is asked for again, since no engine may have the version before; a pool that
+            does not let this process in is asked once.
         is_sync_awaited: Whether ``push`` waits for the engines at all.
     """
 
@@ -94,7 +101,6 @@ class WeightPush:
         self._store: Transport | None = None
         self._offer: StoreOffer
         self._publisher: Publisher | None = None
-        self._sync: _Sync | None = None
 
     def push(self, *, announce: Callable[[WeightVersion], None] | None = None) -> PushReport:
         """Publish the trainer's weights as the next version; blocks. Call it on every rank; from a coroutine, in a thread.
@@ -140,23 +146,20 @@ class WeightPush:
         return self._publisher
 
     def _synced(self, publish: PublishReport) -> PushReport:
-        """Let the pool sync; a sync of an earlier push that has not ended takes this version along or is followed by another."""
+        """Let the pool sync; where one of an earlier push has not ended it takes this version along, or this one follows it there."""
         assert self._store is not None  # noqa: S101 - it was opened to publish
         address = self._store.address()
-        before, self._sync = (
-            self._sync,
-            _Sync(self._place, {"name": address.name, **dict(address.options)}, retry_s=self._sync_retry_s),
-        )
-        self._sync.begin(after=before)
+        sync = _Sync(self._place, {"name": address.name, **dict(address.options)}, retry_s=self._sync_retry_s)
+        sync.begin()
         if not self._is_sync_awaited:
             return PushReport(publish=publish)
-        if not self._sync.wait(self._sync_timeout_s):
+        if not sync.wait(self._sync_timeout_s):
             problem = f"the engines were not at {publish.version} after {self._sync_timeout_s} s (sync_timeout_s); the sync goes on"
             _logger.warning(problem)
             return PushReport(publish=publish, problem=problem)
-        if self._sync.error is not None:
-            return PushReport(publish=publish, problem=str(self._sync.error), error=self._sync.error)
-        return PushReport(publish=publish, sync=self._sync.report)
+        if sync.error is not None:
+            return PushReport(publish=publish, problem=str(sync.error), error=sync.error)
+        return PushReport(publish=publish, sync=sync.report)
 
 
 class _Sync:
@@ -169,8 +172,8 @@ class _Sync:
         self._place, self._address, self._retry_s = place, address, retry_s
         self._asked_s = time.monotonic()
 
-    def begin(self, *, after: _Sync | None) -> None:
-        threading.Thread(target=self._run, args=(after,), name="rose-sync", daemon=True).start()
+    def begin(self) -> None:
+        threading.Thread(target=self._run, name="rose-sync", daemon=True).start()
 
     def wait(self, timeout_s: float) -> bool:
         """Return whether it has ended; ``False`` once ``timeout_s`` have passed since the pool was last asked."""
@@ -179,10 +182,8 @@ class _Sync:
                 return False
         return True
 
-    def _run(self, after: _Sync | None) -> None:
+    def _run(self) -> None:
         try:
-            if after is not None:
-                after._ended.wait()  # noqa: SLF001 - another of its own kind
             self.report = self._asked()
         except RoseError as error:
             self.error = error
@@ -197,7 +198,7 @@ class _Sync:
 
     def _asked(self) -> SyncReport:
         body = {"address": dict(self._address)}
-        give_up_s = time.monotonic() + self._retry_s
+        failing_since_s: float | None = None
         while True:
             self._asked_s = time.monotonic()
             try:
@@ -205,8 +206,11 @@ class _Sync:
             except ConfigError:
                 raise
             except RoseError as error:
-                if time.monotonic() + _REST_S > give_up_s:
+                again_s = time.monotonic() + _REST_S
+                failing_since_s = again_s - _REST_S if failing_since_s is None else failing_since_s
+                if again_s > failing_since_s + self._retry_s:
                     raise
+                self._asked_s = again_s  # nobody is to give up in between
                 _logger.warning("the pool could not sync its engines (%s); asking again", error)
             time.sleep(_REST_S)
 

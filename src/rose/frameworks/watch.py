@@ -2,8 +2,8 @@
 
 A pool that was started anew knows nothing of a job, and a turn that asks for the job's weights would wait there until its deadline.
 
-Invariants: the pool is looked at only while turns are under way; a turn that is ended so has one error, which says what the pool has instead; a caller's
-cancellation reaches the turn, and returns when the turn has ended.
+Invariants: the pool is looked at only while turns are under way; no turn is ended before the pool is known to have had the job's weights; one that is has one
+error, which says what the pool has instead, and keeps its tokens; a caller's cancellation is the turn's own, and returns when that has ended.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ class WeightsWatch:
 
     Args:
         version: Asks the pool which weights it was brought to.
-        launch: The run that versions of this launch's weights are of.
-        is_due: Whether the pool was brought to any of them yet.
+        launch: The run that versions of this launch's weights are of; ``None`` where that is not known: weights of any run pass for them then.
         patience_s: How long it may be at others, where the next sync may bring it back.
         pause_s: Between two looks.
         advice: What the user should do then; ends the error.
@@ -37,8 +36,7 @@ class WeightsWatch:
     """
 
     version: Callable[[], Awaitable[WeightVersion | None]]
-    launch: str
-    is_due: Callable[[], bool]
+    launch: str | None
     patience_s: float
     pause_s: float
     advice: str
@@ -47,28 +45,42 @@ class WeightsWatch:
     clock: Callable[[], float] = time.monotonic
     _turns: dict[asyncio.Future[TurnResult], TurnFailedError | None] = attrs.field(factory=dict, init=False)
     _looking: asyncio.Task[None] | None = attrs.field(default=None, init=False)
+    _was_there: bool = attrs.field(default=False, init=False)
+    _lost_since_s: float | None = attrs.field(default=None, init=False)
 
     async def guard(self, turn: asyncio.Future[TurnResult]) -> TurnResult:
         """Wait for a turn that is under way at the pool.
 
         Raises:
-            TurnFailedError: The pool has had no weights of this launch for ``patience_s``.
+            TurnFailedError: The pool has lost the weights of this launch ``patience_s`` ago; ``partial`` is what the turn has.
             RoseError: As the turn's own.
         """
         self._turns[turn] = None
         if self._looking is None or self._looking.done():
             self._looking = asyncio.create_task(self._look(), name="rose-weights-watch")
         try:
-            await asyncio.wait({turn})
-            error = self._turns[turn]
-            if error is not None and turn.cancelled():
-                raise error
-            return turn.result()
+            result = await turn
+        except asyncio.CancelledError as cancelled:
+            error, caller = self._turns[turn], asyncio.current_task()
+            if error is None or (caller is not None and caller.cancelling()):
+                raise
+            error.partial = getattr(cancelled, "partial", None)
+            raise error from None
         finally:
             del self._turns[turn]
-            if not turn.done():
-                turn.cancel()
-                await asyncio.wait({turn})
+        for span in result.versions:
+            self.note(span.version)
+        return result
+
+    def note(self, version: WeightVersion | None) -> bool:
+        """Note weights that the pool is at, or was; those of tokens, and those that a look finds, are noted without it.
+
+        Returns:
+            Whether they are of this launch: from now on they can be lost.
+        """
+        is_own = version is not None and self.launch in (None, version.run)
+        self._was_there |= is_own
+        return is_own
 
     async def close(self) -> None:
         """Look no more."""
@@ -77,30 +89,31 @@ class WeightsWatch:
             await asyncio.wait({self._looking})
 
     async def _look(self) -> None:
-        lost_since_s: float | None = None
         while self._turns:
             await self.rest(self.pause_s)
-            if not self.is_due():
-                continue
             try:
                 found = await self.version()
             except RoseError:
                 continue  # a pool out of reach is the turns' own affair
-            if found is not None and found.run == self.launch:
-                lost_since_s = None
+            except Exception as error:  # noqa: BLE001 - the root of a task, whose end nobody would see
+                _logger.warning("what the pool says of its weights is not understood", exc_info=error)
+                continue
+            if self.note(found) or not self._was_there:
+                self._lost_since_s = None
                 continue
             now_s = self.clock()
-            if lost_since_s is None:
-                lost_since_s = now_s
+            if self._lost_since_s is None:
+                self._lost_since_s = now_s
                 _logger.warning("the pool has no weights of this job any more: it is at %s", found or "no version")
-            if now_s - lost_since_s >= self.patience_s:
+            if now_s - self._lost_since_s >= self.patience_s:
                 self._end_all(found)
                 return
 
     def _end_all(self, found: WeightVersion | None) -> None:
+        name = "" if self.launch is None else f", {self.launch}"
         message = (
-            f"the pool is at {found or 'no version'}, and has lost the weights of this job, {self.launch}: it was started anew, or another job "
-            f"publishes to it; {self.advice}"
+            f"the pool is at {found or 'no version'}, and has lost the weights of this job{name}: it was started anew"
+            f"{', or another job publishes to it' if found else ''}; {self.advice}"
         )
         self.tell(message)
         for turn in self._turns:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import threading
+import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
@@ -114,10 +116,18 @@ async def test_an_engine_that_fails_is_reported_and_the_push_goes_on() -> None:
         await push(ranks, 0.0)
         (report,) = await push(ranks, 1.0)
         assert set(report.errors) == {"e1"}
+        assert not report.is_with_nobody
         assert report.sync is not None
         assert set(report.sync.activations) == {"e0"}
         (report,) = await push(ranks, 2.0)
         assert not report.errors, "it comes back by full weights"
+
+
+async def test_a_version_that_no_engine_took_is_with_nobody() -> None:
+    faults = [Fault(kind=FaultKind.CORRUPT_UPDATE, request_index=0)]
+    async with site([FakeEngine(engine_id=EngineId("e0"), faults=faults)]) as (place, _):
+        (report,) = await push(pushes(place), 0.0)
+        assert report.is_with_nobody
 
 
 async def test_a_version_is_announced_before_any_engine_has_it() -> None:
@@ -165,6 +175,7 @@ async def test_a_sync_that_takes_long_is_not_waited_for_beyond_its_time() -> Non
         assert report.sync is None
         assert "were not at toy-1:0 after 0.05 s (sync_timeout_s)" in report.problem
         assert report.error is None
+        assert not report.is_with_nobody, "they are on the way"
         (report,) = await push(ranks, 1.0)
         assert report.version.n == 1
         async with place.connect() as pool, asyncio.timeout(10.0):
@@ -199,6 +210,64 @@ async def test_a_sync_that_failed_as_a_whole_is_asked_for_again_for_a_while(
         else:
             assert (report.sync, report.problem) == (None, "away")  # not that the engines took too long: none was asked
             assert isinstance(report.error, TransportError)
+
+
+async def push_failing(
+    monkeypatch: pytest.MonkeyPatch, num_failures: int, after_s: float, **options: Any
+) -> PushReport:
+    """Push once; as many syncs fail, each after a while."""
+    asked: list[str] = []
+    call = PoolPlace.call
+
+    def failing(self: PoolPlace, method: str, path: str, body: object = None, *, timeout_s: float) -> Any:
+        asked.extend([path] if path == "/v1/sync" else [])
+        if path == "/v1/sync" and len(asked) <= num_failures:
+            time.sleep(after_s)
+            message = "broke off"
+            raise TransportError(message)
+        return call(self, method, path, body, timeout_s=timeout_s)
+
+    monkeypatch.setattr(PoolPlace, "call", failing)
+    async with site(engines()) as (place, _):
+        return (await push(pushes(place, **options), 0.0))[0]
+
+
+async def test_a_sync_that_breaks_off_late_is_asked_for_again_as_long_as_one_that_fails_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("rose.frameworks.push._REST_S", 0.01)
+    report = await push_failing(monkeypatch, 1, 0.4, sync_retry_s=0.3)
+    assert report.error is None
+    assert report.sync is not None
+    assert not report.is_with_nobody
+
+
+async def test_nobody_gives_a_sync_up_that_is_about_to_be_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    report = await push_failing(monkeypatch, 10, 0.0, sync_timeout_s=0.9, sync_retry_s=1.1)  # the rest is 1 s
+    assert report.problem == "broke off"
+    assert report.is_with_nobody
+
+
+async def test_a_sync_that_never_ends_holds_up_no_later_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a pool whose host died in its middle: nothing is heard of it any more."""
+    call, asking, ending = PoolPlace.call, threading.Lock(), threading.Event()
+
+    def silent_once(self: PoolPlace, method: str, path: str, body: object = None, *, timeout_s: float) -> Any:
+        if self is place and path == "/v1/sync" and asking.acquire(blocking=False):
+            ending.wait()
+        return call(self, method, path, body, timeout_s=timeout_s)
+
+    async with site(engines()) as (place, _):
+        ranks = pushes(place, sync_timeout_s=1.0, sync_retry_s=0.0)
+        with monkeypatch.context() as dying:
+            dying.setattr(PoolPlace, "call", silent_once)
+            (report,) = await push(ranks, 0.0)
+        assert "the sync goes on" in report.problem
+        ranks[0][1]._sync_timeout_s = 60.0
+        (report,) = await push(ranks, 1.0)
+        assert report.sync is not None
+        assert set(report.sync.activations) == {"e0", "e1"}
+        ending.set()
 
 
 async def test_nobody_waits_where_that_is_not_wanted() -> None:

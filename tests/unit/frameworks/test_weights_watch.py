@@ -4,30 +4,32 @@ from __future__ import annotations
 
 import asyncio
 
+import attrs
 import pytest
 
 pytest.importorskip("aiohttp", reason="aiohttp is not installed: pip install 'rose-rl[http]'")
 
 from rose.errors import TransportError, TurnFailedError
 from rose.frameworks import WeightsWatch
-from rose.types import FinishReason, TurnResult, WeightVersion
+from rose.types import FinishReason, TurnResult, VersionSpan, WeightVersion
 
 RESULT = TurnResult(token_ids=(7,), logprobs=(-0.5,), finish_reason=FinishReason.STOP, versions=(), hops=())
+PARTIAL = TurnResult(token_ids=(5,), logprobs=(-0.1,), finish_reason=FinishReason.ABORTED, versions=(), hops=())
 OURS, OTHERS = WeightVersion("ours", 3), WeightVersion("others", 9)
 
 
 class Waiting:
     """A pool whose turns wait for their weights."""
 
-    def __init__(self, *versions: WeightVersion | Exception | None, is_due: bool = True) -> None:
+    def __init__(self, *versions: WeightVersion | Exception | None, launch: str | None = "ours") -> None:
         self.versions, self.num_looks, self.now_s = list(versions), 0, 0.0
         self.answers = asyncio.Event()
         self.num_cancelled = 0
         self.told: list[str] = []
+        self.done: asyncio.Future[TurnResult] = asyncio.get_running_loop().create_future()
         self.watch = WeightsWatch(
             version=self.version,
-            launch="ours",
-            is_due=lambda: is_due,
+            launch=launch,
             patience_s=60.0,
             pause_s=15.0,
             advice="begin again",
@@ -36,14 +38,18 @@ class Waiting:
             clock=lambda: self.now_s,
         )
 
+    def is_watched(self) -> bool:
+        return any(one.get_name() == "rose-weights-watch" for one in asyncio.all_tasks())
+
     async def run(self) -> TurnResult:
         return await self.watch.guard(asyncio.ensure_future(self.generate()))
 
     async def generate(self) -> TurnResult:
         try:
             await self.answers.wait()
-        except asyncio.CancelledError:
+        except asyncio.CancelledError as error:
             self.num_cancelled += 1
+            vars(error)["partial"] = PARTIAL  # as pools do
             raise
         return RESULT
 
@@ -80,10 +86,62 @@ async def test_turns_go_on_while_the_pool_has_their_weights_or_gets_them_back(
     assert await Waiting(*found).run() == RESULT
 
 
-async def test_before_the_first_weights_nothing_is_lost() -> None:
-    pool = Waiting(None, is_due=False)
-    await pool.run()
-    assert pool.num_looks == 0
+@pytest.mark.parametrize("found", [None, OTHERS])
+async def test_a_pool_that_is_only_being_brought_to_the_first_weights_has_lost_nothing(
+    found: WeightVersion | None,
+) -> None:
+    assert await Waiting(found).run() == RESULT
+
+
+async def test_tokens_of_weights_and_a_word_of_the_adapter_tell_that_the_pool_had_them() -> None:
+    pool = Waiting(None)
+    made = attrs.evolve(RESULT, versions=(VersionSpan(version=OURS, start=0, end=1),))
+    done: asyncio.Future[TurnResult] = asyncio.get_running_loop().create_future()
+    done.set_result(made)
+    assert await pool.watch.guard(done) == made
+    with pytest.raises(TurnFailedError):
+        await pool.run()
+    pool = Waiting(None)
+    assert not pool.watch.note(OTHERS)
+    assert await pool.run() == RESULT
+    pool = Waiting(None)
+    assert pool.watch.note(OURS)
+    with pytest.raises(TurnFailedError):
+        await pool.run()
+
+
+async def test_where_the_launch_is_not_known_a_pool_without_any_weights_has_lost_them() -> None:
+    assert await Waiting(OURS, OTHERS, launch=None).run() == RESULT
+    with pytest.raises(
+        TurnFailedError, match=r"no version, and has lost the weights of this job: it was started anew; b"
+    ):
+        await Waiting(OURS, None, launch=None).run()
+
+
+async def test_an_answer_that_is_not_understood_does_not_end_the_watch() -> None:
+    """As of a pool that was started anew with another release."""
+    with pytest.raises(TurnFailedError):
+        await Waiting(OURS, KeyError("snapshot"), None).run()
+
+
+async def test_patience_goes_on_from_turn_to_turn() -> None:
+    pool = Waiting(OURS, None)
+    first = asyncio.ensure_future(pool.run())
+    while pool.num_looks < 4:
+        await asyncio.sleep(0)
+    first.cancel()
+    await asyncio.wait({first})
+    while pool.is_watched():
+        await asyncio.sleep(0)
+    with pytest.raises(TurnFailedError):
+        await pool.run()
+    assert pool.now_s <= 30.0 + 60.0 + 2 * 15.0  # first seen lost, patience, and the rests in which turns end and begin
+
+
+async def test_a_turn_that_is_ended_keeps_its_tokens() -> None:
+    with pytest.raises(TurnFailedError) as caught:
+        await Waiting(OURS, None).run()
+    assert caught.value.partial == PARTIAL
 
 
 async def test_a_cancelled_caller_cancels_the_turn_and_nothing_is_left() -> None:
@@ -92,8 +150,33 @@ async def test_a_cancelled_caller_cancels_the_turn_and_nothing_is_left() -> None
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     task.cancel()
-    with pytest.raises(asyncio.CancelledError):
+    with pytest.raises(asyncio.CancelledError) as caught:
         await task
+    assert vars(caught.value)["partial"] == PARTIAL
     assert pool.num_cancelled == 1
     await pool.watch.close()
-    assert not [one for one in asyncio.all_tasks() if one.get_name() == "rose-weights-watch"]
+    assert not pool.is_watched()
+    await pool.watch.close()
+
+
+async def test_a_caller_that_is_cancelled_when_its_turn_is_ended_is_cancelled() -> None:
+    pool = Waiting(OURS, None)
+    task = asyncio.create_task(pool.run())
+    pool.watch.tell = lambda _: bool(task.cancel())
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def test_a_turn_that_was_done_when_the_others_were_ended_has_its_result() -> None:
+    pool = Waiting(OURS, None)
+    pool.watch.tell = lambda _: pool.done.set_result(RESULT)
+    ended = await asyncio.gather(pool.run(), pool.watch.guard(pool.done), return_exceptions=True)
+    assert isinstance(ended[0], TurnFailedError)
+    assert ended[1] == RESULT
+
+
+async def test_a_turn_s_own_error_is_its_caller_s() -> None:
+    pool = Waiting(OURS)
+    pool.done.set_exception(TransportError("gone"))
+    with pytest.raises(TransportError, match="gone"):
+        await pool.watch.guard(pool.done)

@@ -84,7 +84,6 @@ class FrontActor(PoolFront):
         watch = self._watch = WeightsWatch(
             version=lambda: _version_of(pool),
             launch=settings.run,
-            is_due=lambda: self._newest is not None,
             patience_s=options.retry_s,
             pause_s=min(_LOOK_S, options.retry_s / 4),
             advice="start this job again from its last checkpoint (--ckpt.load_enable)",
@@ -128,6 +127,8 @@ class FrontActor(PoolFront):
 
     def _note(self, report: PushReport) -> None:
         self._newest = report.version.n
+        if self._watch is not None and report.sync is not None and (report.sync.activations or report.sync.unchanged):
+            self._watch.note(report.version)
         _logger.info("%s", describe(report))
 
 

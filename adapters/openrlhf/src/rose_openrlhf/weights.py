@@ -6,8 +6,8 @@ A sync, as OpenRLHF runs it, and what happens here:
 2. *[inlet]* receives it into one buffer and hands it to the trainer's copy (``StreamedTrainer``), which keeps what is published; the buffer is free again.
 3. *[trainer rank 0]* marks its last tensor by ``empty_cache=True``; OpenRLHF gives no number, so versions are counted.
 4. *[inlet]* closes the pass and publishes: what changed, cut for each target, then the pool's engines fetch it.
-5. *[inlet]* returns from that last call once the dedicated engines have the version, or after ``sync_timeout_s``; OpenRLHF waits for it before it
-   generates again.
+5. *[inlet]* returns from that last call once the dedicated engines have the version, or ``sync_timeout_s`` after the pool was last asked for that; OpenRLHF
+   waits for it before it generates again.
 
 Invariants:
 

@@ -176,6 +176,26 @@ async def test_a_turn_does_not_wait_for_weights_that_the_pool_has_no_more(model)
             await asyncio.wait_for(one.generate([5, 6], openrlhf_params(max_tokens=4)), 20)
 
 
+async def test_a_pool_that_is_still_being_brought_to_the_first_weights_has_not_lost_them(model):
+    slow, has_staged = FakeEngine(engine_id=EngineId("e0")), asyncio.Event()
+    stage = slow.stage
+
+    async def staged(update):
+        await has_staged.wait()
+        await stage(update)
+
+    slow.stage = staged
+    async with pool_of(slow) as (url, pool, _):
+        one = front(url, model, sync_timeout_s=0.1, retry_s=0.1)
+        assert await one.open() == 0  # training goes on without engines that take long
+        waiting = asyncio.ensure_future(one.generate([5, 6], openrlhf_params(max_tokens=4)))
+        done, _ = await asyncio.wait({waiting}, timeout=1.0)  # ten times as long as lost weights are waited for
+        assert (done, pool.snapshot().num_waiting) == (set(), 1)
+        has_staged.set()
+        answer = await asyncio.wait_for(waiting, 20)
+        assert [str(span.version) for span in answer.rose.versions] == ["openrlhf-test:0"]
+
+
 async def test_weights_may_be_cast(model, tmp_path):
     async with pool_of(FakeEngine(engine_id=EngineId("e0"))) as (url, _, store):
         await front(url, model, weights_dtype="float32").open()

@@ -110,7 +110,9 @@ class LoopConnection:
 
     async def close(self) -> None:
         """End its turns and the connection."""
-        held, self._held, self._desk = self._held, None, None
+        held, desk, self._held, self._desk = self._held, self._desk, None, None
+        if desk is not None:
+            await desk.close()
         if held is not None:
             await held.close()
 

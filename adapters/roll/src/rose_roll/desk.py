@@ -5,6 +5,7 @@ Invariants:
 * A request that is aborted ends with a result of the tokens that it has by then, never with an error, whenever the abort comes.
 * A request that is cancelled (its asyncio task) passes the cancellation on.
 * An error of the pool passes with ``partial``, the whole turn so far; a patient request asks again first.
+* A pool that had weights and has none any more, because it was started anew, ends turns after ``give_up_s``, whoever asked for them and how often.
 """
 
 from __future__ import annotations
@@ -17,13 +18,15 @@ from typing import Any
 import attrs
 
 from rose.errors import RoseError
-from rose.types import FinishReason, Sampling, Turn, TurnResult
+from rose.frameworks import WeightsWatch
+from rose.types import FinishReason, Sampling, Turn, TurnResult, WeightVersion
 from rose_roll.options import RoseOptions
 from rose_roll.partials import NOTHING, ended, join, remaining
 from rose_roll.patience import MENDABLE, Patience
 from rose_roll.versions import Versions
 
 _logger = logging.getLogger("rose_roll")
+_LOOK_S = 15.0
 FINISH_REASONS = {
     FinishReason.STOP: "stop",
     FinishReason.LENGTH: "length",
@@ -68,6 +71,17 @@ class Desk:
         self.versions = versions
         self._live: dict[str, _Live] = {}
         self._asking = asyncio.Lock()
+        self._watch = WeightsWatch(
+            version=self._version,
+            launch=None,  # the learner's affair; who asks for turns is never told
+            patience_s=options.give_up_s,
+            pause_s=min(_LOOK_S, options.give_up_s / 4),
+            advice="start this job again from its last checkpoint (resume_from_checkpoint)",
+        )
+
+    async def close(self) -> None:
+        """Watch over its turns no more. They are the pool's to end."""
+        await self._watch.close()
 
     @property
     def num_live(self) -> int:
@@ -153,12 +167,17 @@ class Desk:
             versions=self.versions.constraint(),
             deadline_s=self._options.deadline_s,
         )
-        result: TurnResult = await self._pool.generate(turn)
-        return result
+        return await self._watch.guard(asyncio.ensure_future(self._pool.generate(turn)))
 
     async def _refresh(self) -> None:
         """Ask the pool for its version where what is known is old: one turn asks, the others wait for the answer."""
         async with self._asking:
             if self.versions.is_old():
-                snapshot = self._pool.snapshot()
-                self.versions.note((await snapshot if asyncio.iscoroutine(snapshot) else snapshot).version)
+                version = await self._version()
+                self._watch.note(version)
+                self.versions.note(version)
+
+    async def _version(self) -> WeightVersion | None:
+        snapshot = self._pool.snapshot()
+        version: WeightVersion | None = (await snapshot if asyncio.iscoroutine(snapshot) else snapshot).version
+        return version

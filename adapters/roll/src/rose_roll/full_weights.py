@@ -105,7 +105,8 @@ class FullWeights:
             raise TransferError(message)
         intake.end()
         report = self._push.push()
-        _logger.info("weights %s published, %d engines without them", report.version, len(report.errors))
+        without = report.problem or f"{len(report.errors)} engines are without them"
+        _logger.info("weights %s are published; %s", report.version, without)
         return report
 
     def close(self) -> None:

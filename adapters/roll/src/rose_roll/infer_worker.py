@@ -216,7 +216,8 @@ class RoseFront(InferWorker):
     async def _publish(self) -> None:
         if self._weights is not None and self._weights.has_news:
             report = await asyncio.to_thread(self._weights.publish)
-            (await self._desk()).versions.note(report.version)
+            if not report.is_with_nobody:
+                (await self._desk()).versions.note(report.version)
 
     async def _full_weights(self) -> FullWeights:
         async with self._making:

@@ -36,7 +36,8 @@ class RoseOptions:
         pool: The pool's URL; ``None``: ``$ROSE_POOL``.
         token_file: File with the pool's bearer token; ``None``: ``$ROSE_POOL_TOKEN_FILE``, or no token.
         deadline_s: How long one turn may take in the pool before its tokens are kept and it is asked anew.
-        give_up_s: For how long a turn may fail again and again without a new token before its error is raised.
+        give_up_s: For how long a turn may fail again and again without a new token before its error is raised, and for how long the pool may
+            be without weights that it had.
         retry_s: Pause before a turn that failed is asked anew.
         on_suspend: What becomes of turns while ROLL suspends its rollouts: ``abort`` keeps their tokens and goes on from them
             after the resume, ``continue`` lets them run through the update of the weights.

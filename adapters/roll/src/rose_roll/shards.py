@@ -4,7 +4,7 @@ Life cycle of one ``model_update`` of ROLL:
 
 1. [EVERY RANK] ``start_model_update``: the rank compares its shards with those last published, codes what changed, puts it into the
    pool's store. Nothing is gathered; the ranks wait for each other, nobody else does.
-2. [RANK 0] lets the pool sync its engines, and returns when its own ones have the version, or after ``sync_timeout_s``.
+2. [RANK 0] lets the pool sync its engines, and returns when its own ones have the version, or ``sync_timeout_s`` after the pool was last asked for that.
 3. [EVERY RANK] where ROLL has infer workers of its own as well, its own broadcast goes on as ever. Fronts are none of those.
 
 Invariants: ROLL's collective is set up only for infer workers that need it; a failed engine is logged, and a number in the metrics.
@@ -86,7 +86,8 @@ class PublishesShards:
                 report = push.push()
         else:
             report = push.push()
-        worker.logger.info("weights %s are published; %d engines are without them", report.version, len(report.errors))
+        without = report.problem or f"{len(report.errors)} engines are without them"
+        worker.logger.info("weights %s are published; %s", report.version, without)
         seconds = time.monotonic() - started_s
         return metrics | push_metrics(report, seconds=seconds, num_ranks=worker.world_size)
 

@@ -5,7 +5,7 @@ Life cycle of a version's step:
 1. [TRAINER RANK 0] published a version and announces which step it is of, before the pool is asked to bring engines there. Nobody is woken, and no
    turn asks for it.
 2. [DESK] whose turn comes back with tokens of a version that it has not heard of asks for all that is known.
-3. [TRAINER RANK 0] had the pool bring its engines there, as far as they went, and notes the version.
+3. [TRAINER RANK 0] had the pool bring its engines there, as far as they went, and notes the version, unless none is known to have it.
 4. [BOARD] wakes every desk that waits for news.
 5. [DESK] takes it in and asks for the next news, which says that it has. Turns from now on ask for that version at least.
 6. [BOARD] when all desks have, or the slow ones ``ack_s``, the note is acknowledged, and the trainer's step goes on.

@@ -7,8 +7,8 @@ Life cycle of a turn:
 3. [DESK] puts the trainer's steps in place of versions. One that it has not heard of is asked of the board once, which knows it since it was published.
 
 Invariants: one desk a process and event loop, shared by all trajectories in it; a turn that an abort ended is given back with its tokens;
-a connection that was lost for good is made anew for the next turn, and the turn that met it runs again; once turns had tokens of this job's
-weights, a pool that knows of none is another one, started anew, and every turn ends with an error that says so.
+a connection that was lost for good is made anew for the next turn, and the turn that met it runs again; once the pool had this job's
+weights, one that knows of none is another one, started anew, and every turn ends with an error that says so.
 """
 
 from __future__ import annotations
@@ -73,7 +73,6 @@ class Desk:
         self._turns: set[_UnderWay] = set()
         self._pool: HeldPool | None = None
         self._watch: WeightsWatch | None = None
-        self._has_tokens = False
         self._listener: asyncio.Task[None] | None = None
 
     async def generate(
@@ -109,7 +108,6 @@ class Desk:
         if not result.token_ids and result.finish_reason is FinishReason.LENGTH:
             message = f"a prompt of {len(prompt_ids)} tokens leaves no room in the context of any engine of the pool"
             raise TurnFailedError(message, result.hops)
-        self._has_tokens |= any(span.version.run == self._run for span in result.versions)
         now = None if self._newest is None else self._steps.get(WeightVersion(self._run, self._newest))
         return answer_of(result, steps=self._steps, now=now, has_logprobs=sampling.logprobs)
 
@@ -149,11 +147,15 @@ class Desk:
         pool = await self._pool.get()
         if under_way.is_aborted:
             return _EMPTY
-        under_way.task = asyncio.ensure_future(_partial_if_aborted(pool, turn, under_way))
+        under_way.task = asyncio.ensure_future(pool.generate(turn))
         try:
             return await self._watch.guard(under_way.task)
-        except TransportError:
-            self._pool.give_up(pool)
+        except (asyncio.CancelledError, RoseError) as error:
+            partial = _partial_if_aborted(under_way, error)
+            if partial is not None:
+                return partial
+            if isinstance(error, TransportError):
+                self._pool.give_up(pool)
             raise
 
     async def _version(self) -> WeightVersion | None:
@@ -183,7 +185,6 @@ class Desk:
             self._watch = WeightsWatch(
                 version=self._version,
                 launch=self._run,
-                is_due=lambda: self._has_tokens,
                 patience_s=0.0,
                 pause_s=_WATCH_S,
                 advice="start this job again, from its last checkpoint",
@@ -212,12 +213,9 @@ class Desk:
             self._is_open.clear()
 
 
-async def _partial_if_aborted(pool: Any, turn: Turn, under_way: _UnderWay) -> TurnResult:
-    try:
-        result: TurnResult = await pool.generate(turn)
-    except (asyncio.CancelledError, RoseError) as error:
-        if not under_way.is_aborted:
-            raise
-        return getattr(error, "partial", None) or _EMPTY
-    else:
-        return result
+def _partial_if_aborted(under_way: _UnderWay, error: BaseException) -> TurnResult | None:
+    """Return what a turn had that an abort ended; ``None`` where its caller's cancellation or the pool did."""
+    caller = asyncio.current_task()
+    if not under_way.is_aborted or (caller is not None and caller.cancelling()):
+        return None
+    return getattr(error, "partial", None) or _EMPTY

@@ -88,8 +88,10 @@ class Pusher:
             raise error if is_first else TransportError(message) from error
         if self._rank != 0:
             return {}
-        _refuse_nobody(report)
-        await self._board.note.remote(report.version.n, step)
+        if report.is_with_nobody:
+            _tell_nobody(report)
+        else:
+            await self._board.note.remote(report.version.n, step)
         figures = figures_of(report, taken_s=taken_s, total_s=time.monotonic() - begun)
         _tell(report, step, way, figures)
         engines = engines_of(report, self._engines)
@@ -159,19 +161,19 @@ def engines_of(report: PushReport, unknown: frozenset[EngineId]) -> frozenset[En
     return unknown if sync is None else frozenset((*sync.activations, *sync.unchanged, *sync.errors, *sync.put_off))
 
 
-def _refuse_nobody(report: PushReport) -> None:
-    """Refuse to go on when no engine at all took a job's first weights: that is no fault that passes, and turns would wait for ever."""
-    sync = report.sync
-    if (
-        report.version.n == 0
-        and sync is not None
-        and sync.errors
-        and not (sync.activations or sync.unchanged or sync.put_off)
-    ):
-        told = "; ".join(f"{engine_id}: {error}" for engine_id, error in sync.errors.items())
-        message = f"no engine of the pool could take the first weights ({told}); do model, dtype (rollout.dtype) and the pool's job.toml agree?"
-        logger().error("%s", message)
-        raise TransferError(message)
+def _tell_nobody(report: PushReport) -> None:
+    """Tell that no engine took a version. Of a job's first weights that is no fault that passes, and nothing is there to go on with.
+
+    Raises:
+        TransferError: They were the first.
+    """
+    told = report.problem or "; ".join(f"{engine_id}: {error}" for engine_id, error in report.errors.items())
+    if report.version.n > 0:
+        logger().error("no engine of the pool is known to have %s; no turn asks for it: %s", report.version, told)
+        return
+    message = f"no engine of the pool could take the first weights ({told}); do model, dtype (rollout.dtype) and the pool's job.toml agree?"
+    logger().error("%s", message)
+    raise TransferError(message)
 
 
 def _tell(report: PushReport, step: int | None, way: str, figures: dict[str, float]) -> None:
