@@ -60,19 +60,19 @@ async def test_an_abort_gives_what_was_drawn(make_front: Any) -> None:
     front, _ = make_front(FakeEngine(engine_id=EngineId("e0"), token_s=0.05))
     running = asyncio.create_task(front.generate_request(payload("r1", max_tokens=100)))
     other = asyncio.create_task(front.generate_request(payload("r2", max_tokens=6)))
-    await asyncio.sleep(0.4)
+    assert (await other)["finish_reasons"] == ["length"]  # so the first one has tokens too
     await front.abort_requests(["r1", "unknown"])
     response = await running
     assert response["finish_reasons"] == ["abort"]
     assert 0 < len(response["output_token_ids"][0]) < 100
     assert len(response["output_token_ids"][0]) == len(response["output_logprobs"][0])
-    assert (await other)["finish_reasons"] == ["length"]
 
 
 async def test_an_abort_before_the_first_token_is_no_error(make_front: Any) -> None:
-    front, _ = make_front(FakeEngine(engine_id=EngineId("e0"), first_token_s=60.0))
+    front, site = make_front(FakeEngine(engine_id=EngineId("e0"), first_token_s=60.0))
     running = asyncio.create_task(front.generate_request(payload("r1")))
-    await asyncio.sleep(0.2)
+    while not site.engines[0].requests:
+        await asyncio.sleep(0.01)
     await front.abort_requests(["r1"])
     response = await running
     assert response["finish_reasons"] == ["abort"]

@@ -118,7 +118,7 @@ def test_an_error_that_lasts_is_raised_in_the_end(make_site: Any, tokenizer: Any
         faults=[Fault(kind=FaultKind.DIE, after_tokens=2, request_index=0), Fault(kind=FaultKind.DIE, request_index=1)]
     )
     site = make_site(dead, config=PoolConfig(no_engine_timeout_s=0.1, retry_s=0.01))
-    proxy = make_proxy(site.url, tokenizer, give_up_s=0.3, retry_s=0.05)
+    proxy = make_proxy(site.url, tokenizer, give_up_s=1.0, retry_s=0.05)
     num_none = 0
 
     def play() -> None:

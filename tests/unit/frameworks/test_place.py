@@ -57,7 +57,8 @@ async def test_a_pool_that_lets_nobody_in_without_a_token_says_where_it_goes(tmp
     (tmp_path / "token").write_text("secret\n")
     async with RolloutPool([FakeEngine()]) as pool, serve_pool(PoolService(pool, name="p", tokens=tokens)) as url:
         with pytest.raises(
-            ConfigError, match=rf"{url} does not let this process in .*token_file, or in ROSE_POOL_TOKEN"
+            ConfigError,
+            match=rf"{url} does not let this process in .*the file with its token .*, or in ROSE_POOL_TOKEN",
         ):
             await asyncio.to_thread(PoolPlace(url=url).check)
         assert await asyncio.to_thread(PoolPlace.of(url, tmp_path / "token").check)
