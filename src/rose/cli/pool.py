@@ -9,17 +9,15 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rose.cli.parsers import add_parser, installing
-from rose.policies.routing import EngineState
-from rose.pool.events import EngineStateChanged
 
 if TYPE_CHECKING:
     from rose.hosts.http.tokenizers import Tokenizer
     from rose.hosts.job import JobConfig, OpenJob
-    from rose.types import EngineId
 
 _DESCRIPTION = """\
 Run the pool of a job file for trainers in other processes: starts the dedicated engines, borrows devices from the lender, never more than
@@ -109,10 +107,11 @@ async def _serve(config: JobConfig, tokenizer: Tokenizer | None) -> None:
 async def _serve_until(config: JobConfig, tokenizer: Tokenizer | None, stopped: asyncio.Event) -> None:
     from rose.hosts.http.pool_service import PoolService, serve_pool  # noqa: PLC0415 - loads aiohttp
     from rose.hosts.job import offer_store, open_job  # noqa: PLC0415 - loads aiohttp
+    from rose.hosts.job.losses import Losses  # noqa: PLC0415 - loads the pool
 
     held: OpenJob | None = None
     try:
-        async with open_job(config, on_event=Losses()) as job:
+        async with open_job(config, on_event=Losses(_teller())) as job:
             held = job
             name = config.model.name or config.job.name
             with offer_store(config) as store:
@@ -129,28 +128,15 @@ async def _serve_until(config: JobConfig, tokenizer: Tokenizer | None, stopped: 
             _print({"ended": True, "most_leases": 0 if lender is None else lender.most_held})
 
 
-class Losses:
-    """Tells whoever runs the pool of engines that take no turns, and of their return."""
+def _teller() -> Callable[[str], None]:
+    """Return what writes a line for people, with the time since now."""
+    start_s = time.monotonic()
 
-    def __init__(self) -> None:
-        self._start_s = time.monotonic()
-        self._out: dict[EngineId, EngineState] = {}
-
-    def __call__(self, event: object) -> None:
-        """Be a pool's observer."""
-        if not isinstance(event, EngineStateChanged):
-            return
-        engine_id, state = event.engine_id, event.new
-        if state in (EngineState.LOST, EngineState.FENCED) and self._out.get(engine_id) is not state:
-            self._out[engine_id] = state
-            self._say(f"engine {engine_id} is {state.value} and takes no turns: {event.why}")
-        elif state is EngineState.READY and engine_id in self._out:
-            del self._out[engine_id]
-            self._say(f"engine {engine_id} takes turns again")
-
-    def _say(self, text: str) -> None:
-        sys.stderr.write(f"rose pool [{time.monotonic() - self._start_s:7.1f} s] {text}\n")
+    def say(text: str) -> None:
+        sys.stderr.write(f"rose pool [{time.monotonic() - start_s:7.1f} s] {text}\n")
         sys.stderr.flush()
+
+    return say
 
 
 def _print(value: dict[str, Any]) -> None:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import signal
@@ -8,18 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-import attrs
 import pytest
 
 pytest.importorskip("aiohttp", reason="aiohttp is not installed: pip install 'rose-rl[http]'")
 
 from rose.cli.main import EXIT_OK, EXIT_USER_ERROR, main
-from rose.cli.pool import Losses
-from rose.policies.routing import EngineState
-from rose.pool import PoolConfig, RolloutPool
-from rose.pool.events import EngineStateChanged
-from rose.testing import FakeEngine, Fault, FaultKind
-from rose.types import EngineId, EngineKind, Sampling, Turn
+from rose.pool import RolloutPool
+from rose.types import Sampling, Turn
 
 JOB = """
 [job]
@@ -109,31 +103,3 @@ async def test_it_serves_until_a_signal_comes(job: Path, number: signal.Signals)
     finally:
         process.kill()
         process.wait()
-
-
-async def test_who_runs_it_hears_once_of_an_engine_that_is_lost(capsys: pytest.CaptureFixture[str]):
-    dying = FakeEngine(engine_id=EngineId("own0"), faults=(Fault(kind=FaultKind.DIE, after_tokens=2, request_index=0),))
-    async with RolloutPool(
-        [dying, FakeEngine(engine_id=EngineId("own1"))], config=PoolConfig(rejoin_s=0.01), on_event=Losses()
-    ) as pool:
-        turns = [attrs.evolve(TURN, trajectory_id=f"t{i}") for i in range(4)]
-        results = await asyncio.gather(*(pool.generate(turn) for turn in turns))
-        assert [len(result.token_ids) for result in results] == [5] * 4
-        await asyncio.sleep(0.05)  # it is asked whether it is back
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1
-    assert "s] engine own0 is lost and takes no turns: " in said
-
-
-def test_who_runs_it_hears_of_fenced_engines_and_of_those_that_are_back(capsys: pytest.CaptureFixture[str]):
-    losses = Losses()
-    ready, fenced, lost = EngineState.READY, EngineState.FENCED, EngineState.LOST
-    for old, new in [(None, ready), (ready, fenced), (fenced, ready), (ready, lost), (None, lost), (None, ready)]:
-        losses(
-            EngineStateChanged(
-                at_s=0.0, engine_id=EngineId("e"), kind=EngineKind.DEDICATED, lease_id=None, old=old, new=new, why="so"
-            )
-        )
-    said = [line.partition("s] ")[2] for line in capsys.readouterr().err.splitlines()]
-    back = "engine e takes turns again"
-    assert said == ["engine e is fenced and takes no turns: so", back, "engine e is lost and takes no turns: so", back]
