@@ -143,6 +143,32 @@ async def test_a_pool_that_was_started_anew_ends_turns_however_often_they_are_as
         await connection.close()
 
 
+async def test_weights_that_were_only_asked_about_can_be_lost_too() -> None:
+    class Losing(Pool):
+        async def generate(self, turn: Turn) -> TurnResult:
+            self.version = None
+            await asyncio.Event().wait()
+            raise AssertionError(turn)
+
+    pool = Losing()
+    pool.version = WeightVersion("r", 3)
+    desk = Desk(pool, options=RoseOptions(give_up_s=0.1), versions=Versions())
+    with pytest.raises(TurnFailedError, match="has lost the weights of this job"):
+        await asyncio.wait_for(desk.run(REQUEST), 20)
+
+
+async def test_a_connection_that_was_closed_leaves_nobody_who_watches(free_url: str) -> None:
+    connection = LoopConnection(RoseOptions(pool=free_url))
+    async with pool_at(free_url, FakeEngine(first_token_s=60.0)):
+        running = asyncio.ensure_future((await connection.desk()).run(REQUEST))
+        while not any(one.get_name() == "rose-weights-watch" for one in asyncio.all_tasks()):
+            await asyncio.sleep(0.01)
+        await connection.close()
+        assert not [one for one in asyncio.all_tasks() if one.get_name() == "rose-weights-watch"]
+        with pytest.raises(TurnFailedError, match="was closed"):
+            await running
+
+
 async def test_a_pool_that_gets_the_weights_back_in_time_has_not_lost_them(
     free_url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -277,6 +277,20 @@ async def test_an_abort_ends_turns_with_what_they_have_and_a_resumed_one_is_whol
         assert (await late).extra_fields["global_steps"] == 8
 
 
+async def test_a_caller_that_is_cancelled_during_an_abort_is_cancelled():
+    slow = engine(token_s=0.05)
+    async with job(slow) as board:
+        await turn(board, trajectory="warm", params={**STOCK, "max_tokens": 1})
+        task = asyncio.ensure_future(turn(board, trajectory="a", is_resumed=False))
+        while len(slow.requests) < 2:
+            await asyncio.sleep(0.01)
+        news = attrs.evolve(await board.known.remote(), num_aborts=1, is_open=False)
+        desk_module.desk_of(board)._take(news, is_own=True)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+
 async def test_an_abort_before_a_turn_has_begun_is_no_cancellation_of_its_caller(monkeypatch):
     async with job(engine()) as board:
         await turn(board, trajectory="warm")

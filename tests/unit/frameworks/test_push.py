@@ -8,8 +8,9 @@ import hashlib
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
+import attrs
 import numpy as np
 import pytest
 
@@ -17,12 +18,15 @@ pytest.importorskip("aiohttp", reason="aiohttp is not installed: pip install 'ro
 
 from rose import RolloutPool
 from rose.backends.memory import MemoryTransport
-from rose.errors import ConfigError, LayoutMismatchError, TransferError, TransportError
+from rose.errors import ConfigError, LayoutMismatchError, RoseError, TransferError, TransportError
 from rose.frameworks import PoolPlace, PushReport, StreamedTrainer, WeightPush
 from rose.hosts.http.auth import TokenConfig
 from rose.hosts.http.pool_service import PoolService, serve_pool
+from rose.policies.weight_pull import PullAction, PullPlan, PullReason
+from rose.pool import SyncReport
 from rose.pool.store_offer import StoreOffer, TargetShape
 from rose.testing import FakeEngine, Fault, FaultKind
+from rose.transfer.publisher import PublishReport
 from rose.transfer.relay import POINTER, read_manifest
 from rose.types import EngineId, TransportAddress, WeightVersion
 
@@ -130,6 +134,22 @@ async def test_a_version_that_no_engine_took_is_with_nobody() -> None:
         assert report.is_with_nobody
 
 
+def test_a_version_that_an_engine_has_put_off_is_not_with_nobody() -> None:
+    waits = PullPlan(action=PullAction.WAIT, reason=PullReason.STILL_ADMISSIBLE)
+    failed = SyncReport(activations={}, unchanged=(), errors={EngineId("e0"): TransferError("no")})
+    published = cast("PublishReport", None)
+    assert PushReport(publish=published, sync=failed).is_with_nobody
+    put_off = attrs.evolve(failed, put_off={EngineId("lent"): waits})
+    assert not PushReport(publish=published, sync=put_off).is_with_nobody
+
+
+async def test_a_pool_that_does_not_let_a_sync_in_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rose.frameworks.push._REST_S", 0.01)
+    report = await push_failing(monkeypatch, 1, 0.0, error=ConfigError("no such token"))
+    assert report.problem == "no such token"
+    assert report.is_with_nobody
+
+
 async def test_a_version_is_announced_before_any_engine_has_it() -> None:
     pair, told = engines(), []
     async with site(pair) as (place, _):
@@ -213,7 +233,11 @@ async def test_a_sync_that_failed_as_a_whole_is_asked_for_again_for_a_while(
 
 
 async def push_failing(
-    monkeypatch: pytest.MonkeyPatch, num_failures: int, after_s: float, **options: Any
+    monkeypatch: pytest.MonkeyPatch,
+    num_failures: int,
+    after_s: float,
+    error: RoseError = TransportError("broke off"),  # noqa: B008 - raised, never changed
+    **options: Any,
 ) -> PushReport:
     """Push once; as many syncs fail, each after a while."""
     asked: list[str] = []
@@ -223,8 +247,7 @@ async def push_failing(
         asked.extend([path] if path == "/v1/sync" else [])
         if path == "/v1/sync" and len(asked) <= num_failures:
             time.sleep(after_s)
-            message = "broke off"
-            raise TransportError(message)
+            raise error
         return call(self, method, path, body, timeout_s=timeout_s)
 
     monkeypatch.setattr(PoolPlace, "call", failing)

@@ -138,6 +138,24 @@ async def test_patience_goes_on_from_turn_to_turn() -> None:
     assert pool.now_s <= 30.0 + 60.0 + 2 * 15.0  # first seen lost, patience, and the rests in which turns end and begin
 
 
+async def test_patience_begins_anew_with_each_loss() -> None:
+    pool = Waiting(OURS, None, None, OURS, None)
+    with pytest.raises(TurnFailedError):
+        await pool.run()
+    assert pool.now_s == 5 * 15.0 + 60.0  # lost for good at the fifth look
+
+
+async def test_a_watch_that_was_closed_looks_no_more() -> None:
+    pool = Waiting(OURS)
+    task = asyncio.create_task(pool.run())
+    while not pool.num_looks:
+        await asyncio.sleep(0)
+    await pool.watch.close()
+    assert not pool.is_watched()
+    pool.answers.set()
+    assert await task == RESULT
+
+
 async def test_a_turn_that_is_ended_keeps_its_tokens() -> None:
     with pytest.raises(TurnFailedError) as caught:
         await Waiting(OURS, None).run()

@@ -185,6 +185,23 @@ async def test_a_sync_that_did_not_reach_the_pool_is_made_up_for(model, monkeypa
         assert [str(span.version) for span in answer.rose.versions] == ["openrlhf-test:0"]
 
 
+async def test_a_sync_is_asked_for_again_for_as_long_as_the_flag_says(model, monkeypatch):
+    calls, call = [], PoolPlace.call
+
+    def broken(self, method, path, *args, **named):
+        calls.append(path)
+        if path == "/v1/sync":
+            raise TransportError("the pool is away")
+        return call(self, method, path, *args, **named)
+
+    monkeypatch.setattr(PoolPlace, "call", broken)
+    monkeypatch.setattr("rose.frameworks.push._REST_S", 0.4)
+    async with pool_of(FakeEngine(engine_id=EngineId("e0"))) as (url, _, __):
+        with pytest.raises(TransportError, match="the pool is away"):
+            await front(url, model, retry_s=0.5).open()
+    assert calls.count("/v1/sync") == 2
+
+
 async def test_a_turn_does_not_wait_for_weights_that_the_pool_has_no_more(model):
     async with pool_of(FakeEngine(engine_id=EngineId("e0"))) as (url, _, __):
         one = front(url, model)
