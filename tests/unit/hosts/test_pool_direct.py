@@ -470,7 +470,7 @@ async def test_leaving_ends_the_calls() -> None:
 
 @pytest.mark.parametrize("num_steps", range(0, 40, 4))
 async def test_leaving_that_is_cancelled_leaves_nothing_open(num_steps: int) -> None:
-    async with direct_pool(1, linger_s=0.1) as (_, url, _):
+    async with direct_pool(1) as (_, url, _):
         before = asyncio.all_tasks()
         remote = RolloutPool.connect(url)
 
