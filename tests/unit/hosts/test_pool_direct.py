@@ -470,7 +470,8 @@ async def test_leaving_ends_the_calls() -> None:
 
 @pytest.mark.parametrize("num_steps", range(0, 40, 4))
 async def test_leaving_that_is_cancelled_leaves_nothing_open(num_steps: int) -> None:
-    async with direct_pool(1) as (_, url, _):
+    config = PoolConfig(stall_s=0.5)  # the pool's alarm for the turn goes on as long
+    async with direct_pool(1, config=config) as (_, url, _):
         before = asyncio.all_tasks()
         remote = RolloutPool.connect(url)
 
