@@ -78,6 +78,17 @@ async def test_turns_ask_for_the_newest_weights_that_are_known() -> None:
     assert versions.step_of(WeightVersion("r", 4)) is None
 
 
+async def test_an_abort_in_the_moment_in_which_a_turn_ends_keeps_its_tokens() -> None:
+    class Ending(Pool):
+        async def generate(self, turn: Turn) -> TurnResult:
+            asyncio.get_running_loop().call_soon(desk.abort)  # comes before whoever waits for this turn goes on
+            return await super().generate(turn)
+
+    desk = Desk(Ending(), options=RoseOptions(), versions=Versions())
+    assert (await desk.run(REQUEST)).token_ids == (3,)
+    await desk.close()
+
+
 async def test_turns_of_a_step_wait_for_its_version() -> None:
     """None of them goes out with what was known before; one of them asks."""
     pool = Pool()

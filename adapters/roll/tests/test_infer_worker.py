@@ -11,9 +11,9 @@ import pytest
 import torch
 from helpers import worker_config
 
-from rose.errors import ConfigError, TransportError
+from rose.errors import ConfigError, RequestRefusedError, TransportError
 from rose.frameworks import PoolPlace
-from rose.testing import FakeEngine
+from rose.testing import FakeEngine, Fault, FaultKind
 from rose.types import EngineId, WeightVersion
 from rose_roll.infer_worker import RoseFront, RoseInferWorker
 
@@ -66,6 +66,13 @@ async def test_an_abort_gives_what_was_drawn(make_front: Any) -> None:
     assert response["finish_reasons"] == ["abort"]
     assert 0 < len(response["output_token_ids"][0]) < 100
     assert len(response["output_token_ids"][0]) == len(response["output_logprobs"][0])
+
+
+async def test_a_turn_that_fails_for_good_raises_its_own_error(make_front: Any) -> None:
+    refusing = Fault(kind=FaultKind.REFUSE)
+    front, _ = make_front(FakeEngine(engine_id=EngineId("e0"), faults=[refusing]))
+    with pytest.raises(RequestRefusedError):
+        await front.generate_request(payload("r1"))
 
 
 async def test_an_abort_before_the_first_token_is_no_error(make_front: Any) -> None:

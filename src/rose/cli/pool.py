@@ -23,9 +23,9 @@ _DESCRIPTION = """\
 Run the pool of a job file for trainers in other processes: starts the dedicated engines, borrows devices from the lender, never more than
 resources.n_serving at a time, and serves turns at service.listen.
 
-Prints one JSON line with its address once it is up, and on the standard error a line for each engine that is lost, cannot take new weights, or is
-back after that. SIGTERM or Ctrl-C ends the turns, gives every device back, ends the engines that were
-started, and prints a last line with the most leases that were held at a time.
+Prints one JSON line with its address once it is up, and on the standard error a line for each engine that is lost or fenced (its weights are not
+known after an update that failed), and when it takes turns again. SIGTERM or Ctrl-C ends the turns, gives every device back, ends the engines
+that were started, and prints a last line with the most leases that were held at a time.
 """
 
 _EXAMPLES = """\

@@ -63,6 +63,9 @@ class WeightsWatch:
         except asyncio.CancelledError as cancelled:
             error, caller = self._turns[turn], asyncio.current_task()
             if error is None or (caller is not None and caller.cancelling()):
+                if turn.done() and not turn.cancelled():  # it ended in the same moment
+                    own = turn.exception()
+                    vars(cancelled)["partial"] = turn.result() if own is None else getattr(own, "partial", None)
                 raise
             error.partial = getattr(cancelled, "partial", None)
             raise error from None

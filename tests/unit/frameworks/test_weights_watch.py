@@ -175,6 +175,25 @@ async def test_a_turn_that_was_done_when_the_others_were_ended_has_its_result() 
     assert ended[1] == RESULT
 
 
+async def test_a_turn_that_ended_in_the_moment_of_its_caller_s_cancellation_keeps_its_tokens() -> None:
+    gone = TransportError("gone")
+    gone.partial = PARTIAL
+    for end, kept in (
+        (lambda done: done.set_result(RESULT), RESULT),
+        (lambda done: done.set_exception(gone), PARTIAL),
+        (lambda done: done.set_exception(TransportError("gone")), None),
+    ):
+        pool = Waiting(OURS)
+        task = asyncio.create_task(pool.watch.guard(pool.done))
+        await asyncio.sleep(0)
+        end(pool.done)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError) as caught:
+            await task
+        assert vars(caught.value).get("partial") == kept
+        await pool.watch.close()
+
+
 async def test_a_turn_s_own_error_is_its_caller_s() -> None:
     pool = Waiting(OURS)
     pool.done.set_exception(TransportError("gone"))

@@ -126,7 +126,12 @@ class FrontActor(PoolFront):
             self._push.close()
 
     def _note(self, report: PushReport) -> None:
-        self._newest = report.version.n
+        if report.is_with_nobody:
+            _logger.error(
+                "no engine of the pool has %s; no turn asks for it, the next sync makes up for it", report.version
+            )
+        else:
+            self._newest = report.version.n
         if self._watch is not None and report.sync is not None and (report.sync.activations or report.sync.unchanged):
             self._watch.note(report.version)
         _logger.info("%s", describe(report))

@@ -11,8 +11,8 @@ The life of a front:
 
 Invariants:
 
-* A turn that begins after a sync returned runs on that sync's weights or newer ones. One that was under way goes on; its version spans say which
-  weights made which tokens.
+* A turn that begins after a sync returned runs on that sync's weights or newer ones; where no engine took them, on those of the sync before. One
+  that was under way goes on; its version spans say which weights made which tokens.
 * Between ``pause_generation`` and ``resume_generation`` no turn begins. Turns under way are not stopped: an engine pauses for its own activation
   only. A pause that nobody ends is over after ``hold_s``.
 * One call of an executor is one trajectory, the samples of a prompt are one group.

@@ -114,7 +114,7 @@ class TurnRunner:
     Args:
         generate: The pool's.
         limits: How long.
-        version: Returns the number of the newest weights that the pool was brought to, ``None`` before the first.
+        version: Returns the number of the newest weights that the pool was brought to, as far as is known; ``None`` before the first.
         launch: The run that versions of this launch's weights are of.
         rest: Waits; tests give their own.
         gate: Returns once turns may begin.

@@ -137,6 +137,27 @@ async def test_an_engine_that_fails_an_update_is_left_out_and_the_job_goes_on(mo
         assert {hop.engine_id for answer in answers for hop in answer.rose.hops} == {"e0"}
 
 
+async def test_a_version_that_no_engine_took_is_asked_for_by_no_turn(model):
+    """As when the pool's engines cannot reach the store for a moment: they stay as they are."""
+    engine = FakeEngine(engine_id=EngineId("e0"))
+    stage = engine.stage
+
+    async def away(update):
+        raise TransportError("the store is away")
+
+    async with pool_of(engine) as (url, _, __):
+        one = front(url, model)
+        await one.open()
+        engine.stage = away
+        await sync(one, parameters(model))
+        answer = await asyncio.wait_for(one.generate([5, 6], openrlhf_params(max_tokens=4)), 20)
+        assert [str(span.version) for span in answer.rose.versions] == ["openrlhf-test:0"]
+        engine.stage = stage
+        await sync(one, parameters(model))
+        answer = await one.generate([5, 6], openrlhf_params(max_tokens=4))
+        assert [str(span.version) for span in answer.rose.versions] == ["openrlhf-test:2"]
+
+
 async def test_another_jobs_weights_are_no_answer(model):
     async with pool_of(FakeEngine(engine_id=EngineId("e0"))) as (url, _, __):
         one = front(url, model)

@@ -123,8 +123,13 @@ class RoseFront(InferWorker):
 
     async def _run(self, requests: Sequence[Request]) -> list[TurnResult]:
         desk = await self._desk()
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(desk.run(one, patience=Patience(self._options.give_up_s))) for one in requests]
+        try:
+            async with asyncio.TaskGroup() as group:
+                runs = [desk.run(one, patience=Patience(self._options.give_up_s)) for one in requests]
+                tasks = [group.create_task(run) for run in runs]
+        except ExceptionGroup as failed:
+            first = failed.exceptions[0]  # it ended the others
+            raise first from first.__cause__
         results = [task.result() for task in tasks]
         for request, result in zip(requests, results, strict=True):
             check_room(request.prompt_ids, result, setting="sequence_length (or prompt_length + response_length)")
