@@ -138,10 +138,12 @@ class StoreClient:
         sock = socket.create_connection((self._host, self._port), timeout=self._timeout_s)
         with self._lock:
             self._busy.add(sock)
+            was_closed = num_closes != self._num_closes  # by a close() that did not know this connection yet
+        if was_closed:
+            self._throw_away(sock)
+            message = "it was closed while it connected"
+            raise ConnectionAbortedError(message)
         try:
-            if num_closes != self._num_closes:  # close() did not know this connection yet
-                message = "it was closed while it connected"
-                raise ConnectionAbortedError(message)
             wire.set_limits(sock, send_s=self._timeout_s, receive_s=self._timeout_s)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             wire.send_frame(sock, self._token.encode())
