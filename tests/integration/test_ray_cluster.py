@@ -9,7 +9,6 @@ import asyncio
 import importlib.util
 import os
 import shutil
-import sys
 import tempfile
 import warnings
 from pathlib import Path
@@ -21,9 +20,7 @@ import pytest_asyncio
 if importlib.util.find_spec("ray") is None:  # imported below, once its settings are in the environment
     pytest.skip("Ray is not installed: pip install 'rose-rl[ray]'", allow_module_level=True)
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "hosts"))
 from ray_parts import fake, install_fakes, turn
-
 from rose import sync
 from rose.backends.memory import MemoryTransport
 from rose.errors import ConfigError, RequestRefusedError, TransportError

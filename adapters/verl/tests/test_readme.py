@@ -87,8 +87,10 @@ def pool(tmp_path):
     """``rose pool job.toml``, in the engines' environment; only sizes are of this machine."""
     (text,) = blocks("toml")
     own = text.replace(
-        "max_num_seqs = 64", 'max_num_seqs = 8, kv_cache_bytes = 33554432, dtype = "bfloat16", max_model_len = 256'
+        "max_num_seqs = 64, max_model_len = 4096, kv_cache_bytes = 34359738368",
+        'max_num_seqs = 8, max_model_len = 256, kv_cache_bytes = 33554432, dtype = "bfloat16"',
     )
+    assert own != text
     (tmp_path / "job.toml").write_text(own)
     words = command("rose pool")
     assert words == ["rose", "pool", "job.toml"]

@@ -124,7 +124,7 @@ def _serve(settings: _Settings, stopped: threading.Event) -> None:
         server = StoreServer(relay, settings.host, settings.port, is_public=settings.is_public, token=token)
         try:
             relay.advertise(server.address())
-            if settings.is_following:
+            if settings.is_following and not stopped.is_set():
                 relay.follow(pointer=settings.pointer)
             _print({"name": "memory", **_shown(server.address().options, settings.token_file)})
             stopped.wait()

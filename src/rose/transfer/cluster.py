@@ -166,8 +166,10 @@ class ClusterRelay(Transport):
                     flight.is_stale = True
 
     def interrupt(self) -> None:
-        """Repeat no call from now on. Whoever wants to end at once then closes the origin's transport, and the relay after it."""
+        """Repeat and follow nothing from now on. Whoever wants to end at once then closes the origin's transport, and the relay after it."""
         self._interrupted.set()
+        for follower in self._followers:
+            follower.stop()
 
     def close(self) -> None:
         """Stop following and forget all copies. Idempotent."""

@@ -101,11 +101,15 @@ class Follower:
         for thread in self._threads:
             thread.start()
 
-    def close(self) -> None:
-        """Stop, after what is on its way. Idempotent."""
+    def stop(self) -> None:
+        """Begin nothing from now on. What is on its way goes on."""
         self._stopped.set()
         with self._changed:
             self._changed.notify_all()
+
+    def close(self) -> None:
+        """Stop, after what is on its way. Idempotent."""
+        self.stop()
         for thread in self._threads:
             thread.join()
 

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
@@ -156,6 +157,21 @@ def test_a_pointer_set_before_the_answer_was_lost_counts(
     assert lost
     assert not client.compare_and_set("p", None, "again")
     client.close()
+
+
+def test_closing_ends_a_request_that_is_connecting(monkeypatch: pytest.MonkeyPatch) -> None:
+    connect = socket.create_connection
+    with socket.create_server(("127.0.0.1", 0)) as deaf:
+        client = MemoryTransport(host="127.0.0.1", port=deaf.getsockname()[1], token="t", timeout_s=1.0)  # noqa: S106 - nobody reads it
+
+        def closed_meanwhile(*args: Any, **kwargs: Any) -> socket.socket:
+            sock = connect(*args, **kwargs)
+            client.close()
+            return sock
+
+        monkeypatch.setattr(socket, "create_connection", closed_meanwhile)
+        with pytest.raises(TransportError, match="closed while it connected"):
+            client.read_pointer("current")
 
 
 def test_a_silent_server_times_out() -> None:

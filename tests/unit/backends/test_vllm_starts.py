@@ -17,6 +17,28 @@ from rose.errors import EngineLostError
 OPTIONS = VllmOptions(engine_id="e", model="m")
 
 
+@pytest.mark.parametrize(
+    ("said", "advice"),
+    [
+        ("0.24 GiB KV cache is needed, larger than the available", "option kv_cache_bytes (now 67108864)"),
+        ("initialization failed. See root cause above.", "option kv_cache_bytes (now 67108864)"),
+        ("We couldn't connect to 'https://huggingface.co'", "model 'm' is no folder here"),
+        ("Repository Not Found for url: https://huggingface.co/m", "model 'm' is no folder here"),
+    ],
+)
+def test_an_engine_that_does_not_start_says_which_option_it_may_be(said, advice):
+    """vLLM's own words name gpu_memory_utilization, which has no part in it here, and no model."""
+    told = OPTIONS.start_failure(RuntimeError(said))
+    assert told.startswith(f"engine e did not start: {said}")
+    assert advice in told
+
+
+def test_other_failures_of_a_start_are_told_as_they_are(tmp_path):
+    options = VllmOptions(engine_id="e", model=str(tmp_path))
+    for said in ("no such device", "We couldn't connect to 'https://huggingface.co'"):
+        assert options.start_failure(RuntimeError(said)) == f"engine e did not start: {said}"
+
+
 def worker_threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("vllm-")]
 

@@ -11,8 +11,8 @@ import pytest
 pytest.importorskip("aiohttp", reason="aiohttp is not installed: pip install 'rose-rl[http]'")
 
 from executor_parts import executor_parts
-from pool_parts import fakes, pool_of, until
 
+from pool_parts import fakes, pool_of, until
 from rose import RolloutPool
 from rose.errors import TransportError
 from rose.pool import PoolConfig

@@ -15,8 +15,8 @@ pytest.importorskip("aiohttp", reason="aiohttp is not installed: pip install 'ro
 
 import aiohttp
 import attrs
-from pool_parts import direct_pool, engine_servers, fakes, pool_of, turn, until
 
+from pool_parts import direct_pool, engine_servers, fakes, pool_of, turn, until
 from rose import RolloutPool
 from rose.backends.remote import RemoteEngine
 from rose.errors import (
@@ -110,19 +110,19 @@ async def test_the_proxy_streams_nothing_but_attempts_under_way() -> None:
 @pytest.mark.parametrize("is_direct", [True, False])
 async def test_a_turn_that_stalls_moves_with_its_tokens(*, is_direct: bool) -> None:
     async with _either(is_direct=is_direct, token_s=0.01) as (pool, url, engines), RolloutPool.connect(url) as remote:
-        task = asyncio.create_task(remote.generate(turn(max_tokens=200)))
+        task = asyncio.create_task(remote.generate(turn(max_tokens=100)))
         await until(lambda: any(record.token_ids for record in pool._state.live.values()), timeout_s=60.0)
         first = next(engine for engine in engines if engine.num_in_flight)
         request_id = first.requests[-1].request_id
         first.stall()
         got = await task
         first.unstall()
-        wanted = await pool.generate(turn(max_tokens=200))
+        wanted = await pool.generate(turn(max_tokens=100))
         assert got.token_ids == wanted.token_ids
-        assert len(got.logprobs) == 200
+        assert len(got.logprobs) == 100
         assert HopEnd.STALLED in {hop.ended for hop in got.hops}
         assert got.hops[0].num_tokens > 0
-        assert sum(hop.num_tokens for hop in got.hops) == 200
+        assert sum(hop.num_tokens for hop in got.hops) == 100
         assert first.aborted.count(request_id) == 1  # a machine that stands still for long may move the turn once more
 
 
@@ -470,7 +470,8 @@ async def test_leaving_ends_the_calls() -> None:
 
 @pytest.mark.parametrize("num_steps", range(0, 40, 4))
 async def test_leaving_that_is_cancelled_leaves_nothing_open(num_steps: int) -> None:
-    async with direct_pool(1) as (_, url, _):
+    config = PoolConfig(stall_s=0.5)  # the pool's alarm for the turn goes on as long
+    async with direct_pool(1, config=config) as (_, url, _):
         before = asyncio.all_tasks()
         remote = RolloutPool.connect(url)
 

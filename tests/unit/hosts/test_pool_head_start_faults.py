@@ -12,7 +12,6 @@ import pytest
 pytest.importorskip("aiohttp", reason="aiohttp is not installed: pip install 'rose-rl[http]'")
 
 from pool_parts import EngineServer, direct_pool, turn, until
-
 from rose import RolloutPool
 from rose.policies.route_views import RoutingConfig
 from rose.pool import PoolConfig, direct
@@ -64,7 +63,8 @@ async def test_a_head_start_of_a_turn_that_waits_ends_though_the_connection_brok
         await until(lambda: engine.num_in_flight == 1, timeout_s=1.0)
         assert engine.num_in_flight == 1
         assert not other.done()
-        task.cancel()
+        for one in (task, other):
+            one.cancel()
         await asyncio.gather(task, other, return_exceptions=True)
 
 

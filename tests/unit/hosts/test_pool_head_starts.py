@@ -13,7 +13,6 @@ import pytest
 pytest.importorskip("aiohttp", reason="aiohttp is not installed: pip install 'rose-rl[http]'")
 
 from pool_parts import EngineServer, direct_pool, turn, until
-
 from rose import RolloutPool
 from rose.policies.route_views import RoutingConfig
 from rose.pool import PoolConfig, direct

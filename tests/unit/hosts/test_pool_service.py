@@ -14,8 +14,8 @@ import pytest
 pytest.importorskip("aiohttp", reason="aiohttp is not installed: pip install 'rose-rl[http]'")
 
 import aiohttp
-from pool_parts import fakes, pool_of, turn, until
 
+from pool_parts import fakes, pool_of, turn, until
 from rose import RolloutPool
 from rose.errors import ConfigError, RequestRefusedError
 from rose.pool.wire import result_from_wire, turn_to_wire

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from ray_parts import Cable, fake, install_fakes, site, turn, until
 
+from ray_parts import Cable, fake, install_fakes, site, turn, until
 from rose import sync
 from rose.errors import ConfigError, DeadlineExceededError, RequestRefusedError, TransportError
 from rose.hosts.ray.client import ClientConfig, RayPool

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from ray_parts import Cable, fake, install_fakes, until
 
+from ray_parts import Cable, fake, install_fakes, until
 from rose.errors import BackendUnavailableError, ConfigError, EngineError, EngineLostError, TransportError
 from rose.hosts.ray.engine import RayEngine
 from rose.hosts.ray.engine_host import EngineHost, portable

@@ -7,8 +7,8 @@ import contextlib
 import time
 
 import pytest
-from ray_parts import Cable, fake, install_fakes, site, turn, until
 
+from ray_parts import Cable, fake, install_fakes, site, turn, until
 from rose.backends.memory import MemoryTransport
 from rose.coserving.ledger import Ledger
 from rose.errors import EngineLostError, RequestRefusedError, RoseError, TurnFailedError

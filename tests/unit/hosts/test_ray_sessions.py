@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from ray_parts import turn, until
 
+from ray_parts import turn, until
 from rose.errors import TurnFailedError
 from rose.hosts.ray.outbox import Outbox
 from rose.hosts.ray.sessions import Sessions

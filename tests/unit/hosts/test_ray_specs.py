@@ -6,9 +6,9 @@ import builtins
 import pickle
 
 import pytest
-from ray_parts import fake
 
 import rose.hosts.ray
+from ray_parts import fake
 from rose.errors import BackendUnavailableError
 from rose.hosts.ray.specs import DeploymentSpec, PoolSpec, ProcessSpec
 from rose.policies.node_placement import PartRole

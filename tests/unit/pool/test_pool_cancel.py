@@ -56,7 +56,11 @@ def run(clock: ManualClock, work):
         assert asyncio.all_tasks() == {asyncio.current_task()}
         return result
 
-    result = asyncio.run(watched())
+    gc.freeze()  # so that a collection looks at what this test has made alone
+    try:
+        result = asyncio.run(watched())
+    finally:
+        gc.unfreeze()
     assert problems == []
     return result
 

@@ -122,6 +122,7 @@ class Rig:
     max_refills: int = 4
     num_dedicated: int = 2
     num_borrowed: int = 1
+    first_sync_timeout_s: float = 5.0
     borrowed: Mapping[str, Any] = attrs.field(factory=dict)
     context: Mapping[str, Any] = attrs.field(factory=dict)
     pool_config: PoolConfig = attrs.field(factory=PoolConfig)
@@ -161,7 +162,7 @@ class Rig:
             ),
             algorithm=algorithm,
             max_staleness=self.max_staleness,
-            first_sync_timeout_s=5.0,
+            first_sync_timeout_s=self.first_sync_timeout_s,
         )
 
     async def run(self) -> list[StepReport]:

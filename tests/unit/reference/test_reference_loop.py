@@ -169,7 +169,7 @@ async def test_s03_a_run_that_is_poisoned_throughout_ends_with_the_environments_
 
 
 async def test_weights_that_no_engine_takes_end_the_run():
-    rig = Rig(num_dedicated=1, num_borrowed=0)
+    rig = Rig(num_dedicated=1, num_borrowed=0, first_sync_timeout_s=0.5)
     rig.engines[0].faults = [Fault(kind=FaultKind.CORRUPT_UPDATE)]
     with pytest.RaisesGroup(EngineError, allow_unwrapped=True):
         async with asyncio.timeout(20):

@@ -134,9 +134,15 @@ class StoreClient:
         return answer
 
     def _connect(self) -> socket.socket:
+        num_closes = self._num_closes
         sock = socket.create_connection((self._host, self._port), timeout=self._timeout_s)
         with self._lock:
             self._busy.add(sock)
+            was_closed = num_closes != self._num_closes  # by a close() that did not know this connection yet
+        if was_closed:
+            self._throw_away(sock)
+            message = "it was closed while it connected"
+            raise ConnectionAbortedError(message)
         try:
             wire.set_limits(sock, send_s=self._timeout_s, receive_s=self._timeout_s)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -84,8 +84,7 @@ class VllmEngine(VllmDriver):
             with _START_LOCK if is_forking else contextlib.nullcontext():
                 self._llm = AsyncLLM.from_vllm_config(config, disable_log_stats=True)
         except (RuntimeError, ValueError, OSError, TypeError) as error:
-            message = f"engine {self.engine_id} did not start: {error}"
-            raise EngineLostError(message) from error
+            raise EngineLostError(self.options.start_failure(error)) from error
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 

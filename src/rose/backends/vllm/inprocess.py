@@ -100,8 +100,7 @@ class InProcessVllmEngine(VllmDriver):
                 config = EngineArgs(**self.options.to_engine_args()).create_engine_config()
                 self._llm = LLMEngine.from_vllm_config(config, disable_log_stats=True)
             except (RuntimeError, ValueError, OSError, TypeError, AssertionError) as error:
-                message = f"engine {self.engine_id} did not start: {error}"
-                raise EngineLostError(message) from error
+                raise EngineLostError(self.options.start_failure(error)) from error
 
     # The worker thread.
 

@@ -68,6 +68,18 @@ class VllmOptions:
         """Return whether the model is a directory of this machine."""
         return Path(self.model).is_dir()
 
+    def start_failure(self, error: Exception) -> str:
+        """Return what to tell of a start that failed: vLLM's own words, and the option of ours that they may be about.
+
+        vLLM advises to raise gpu_memory_utilization, which has no part in the size of the KV cache here, and does not say which model it looked for.
+        """
+        advice = ""
+        if any(words in str(error) for words in ("KV cache", "root cause above")):
+            advice = f"; if it is the KV cache: raise the option kv_cache_bytes (now {self.kv_cache_bytes}) or lower max_model_len"
+        elif "huggingface.co" in str(error) and not self.is_local:
+            advice = f"; model {self.model!r} is no folder here, so it was looked for at the hub"
+        return f"engine {self.engine_id} did not start: {error}{advice}"
+
     def to_engine_args(self) -> dict[str, Any]:
         """Return the keyword arguments of ``vllm.EngineArgs`` (vLLM must be importable)."""
         from vllm.config import WeightTransferConfig  # noqa: PLC0415 - heavy

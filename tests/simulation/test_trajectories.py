@@ -26,7 +26,7 @@ from rose.simulation.trajectories import (
     prefill_fraction,
 )
 
-SHARED = Path(__file__).parents[3] / ".." / "shared" / "workloads"
+SHARED = Path(__file__).parents[2] / ".." / "shared" / "workloads"
 
 
 def config(workload: str = "uniform", **changes) -> RolloutConfig:

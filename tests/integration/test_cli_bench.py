@@ -170,7 +170,7 @@ def test_an_unknown_tensor_is_not_blamed_on_the_targets(capsys, tmp_path):
 @pytest.mark.parametrize("source", ["docs", "help"])
 def test_the_table_of_the_documentation_is_one(capsys, tmp_path, source):
     if source == "docs":
-        page = (Path(__file__).parents[3] / "docs" / "transfer-bench.md").read_text()
+        page = (Path(__file__).parents[2] / "docs" / "transfer-bench.md").read_text()
         text = page.partition("```json\n")[2].partition("```")[0]
     else:
         with pytest.raises(SystemExit):

@@ -15,7 +15,6 @@ import pytest
 pytest.importorskip("aiohttp", reason="aiohttp is not installed: pip install 'rose-rl[http]'")
 
 from pool_parts import direct_pool, turn, until
-
 from rose.policies.routing import RoutingRule
 from rose.pool import PoolConfig, RoutingConfig
 from rose.pool.wire import result_from_wire, turn_to_wire

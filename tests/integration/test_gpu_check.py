@@ -28,7 +28,7 @@ from rose.bench.gpu_check.parts import bench_on, parts
 from rose.errors import ConfigError
 from rose.transfer import kernels
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 ALL = {one.name: one for one in parts()}
 NEED_A_GPU = {"nccl-refusal", "memory-kvcached", "memory-vllm"}
 

@@ -12,8 +12,8 @@ import time
 from pathlib import Path
 
 import pytest
-from ray_parts import until
 
+from ray_parts import until
 from rose import open_transport
 from rose.backends.memory import MemoryTransport
 from rose.errors import TransportError
