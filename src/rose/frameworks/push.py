@@ -6,8 +6,8 @@ Life cycle of one push:
 2. [EVERY RANK] publish this rank's share; returns once the version is visible.
 3. [RANK 0] announce the version to the framework, where that was asked for: turns may return tokens of it as soon as one engine has it, which is
    before the next step ends.
-4. [RANK 0] let the pool sync: engines stage while they serve, and activate. A sync that fails as a whole is asked for again, for
-   ``sync_retry_s``. The job's own engines are waited for, up to ``sync_timeout_s`` from the last time it was asked for, borrowed ones by nobody.
+4. [RANK 0] let the pool sync: engines stage while they serve, and activate. A sync that fails as a whole, or for all engines for want of the store, is
+   asked for again, for ``sync_retry_s``. The job's own engines are waited for, up to ``sync_timeout_s`` from the last time it was asked for, borrowed ones by nobody.
 
 Invariants: all ranks push together, like a collective, though none runs inside; a sync that never ends, because the pool's host died, holds up no later one (the
 pool itself runs one at a time); an engine that cannot take a version is reported and never an error of the push: the pool gives it no turns that ask for that version.
@@ -23,7 +23,7 @@ from typing import Any
 
 import attrs
 
-from rose.errors import ConfigError, RoseError, TransferError
+from rose.errors import ConfigError, RoseError, TransferError, TransportError
 from rose.frameworks.place import PoolPlace
 from rose.interfaces import Trainer, Transport
 from rose.pool import SyncReport
@@ -60,9 +60,7 @@ class PushReport:
     @property
     def is_with_nobody(self) -> bool:
         """Return whether no engine is known to have the version, or to be on the way to it."""
-        if self.sync is None:
-            return self.error is not None
-        return bool(self.sync.errors) and not (self.sync.activations or self.sync.unchanged or self.sync.put_off)
+        return self.error is not None if self.sync is None else _is_with_nobody(self.sync)
 
     @property
     def errors(self) -> Mapping[EngineId, Exception]:
@@ -79,7 +77,7 @@ class WeightPush:
         run: Name of this launch of the trainer, the same on every rank, and a new one for every launch.
         publish_timeout_s: How long one publish may take, waiting for the other ranks included.
         sync_timeout_s: How long rank 0 waits for the engines since the pool was last asked to sync them; they go on after that.
-        sync_retry_s: How long after it first failed as a whole a sync is asked for again, since no engine may have the version before; a pool that
+        sync_retry_s: How long after it first failed as a whole, or no engine reached the store, a sync is asked for again, since no engine may have the version before; a pool that
             does not let this process in is asked once.
         is_sync_awaited: Whether ``push`` waits for the engines at all.
     """
@@ -201,18 +199,34 @@ class _Sync:
         failing_since_s: float | None = None
         while True:
             self._asked_s = time.monotonic()
+            report: SyncReport | None = None
             try:
-                return sync_report_from_plain(self._place.call("POST", "/v1/sync", body, timeout_s=float("inf")))
+                report = sync_report_from_plain(self._place.call("POST", "/v1/sync", body, timeout_s=float("inf")))
+                if not _is_store_away(report):
+                    return report
+                error: Exception = next(iter(report.errors.values()))
             except ConfigError:
                 raise
-            except RoseError as error:
-                again_s = time.monotonic() + _REST_S
-                failing_since_s = again_s - _REST_S if failing_since_s is None else failing_since_s
-                if again_s > failing_since_s + self._retry_s:
-                    raise
-                self._asked_s = again_s  # nobody is to give up in between
-                _logger.warning("the pool could not sync its engines (%s); asking again", error)
+            except RoseError as failed:
+                error = failed
+            now_s = time.monotonic()
+            failing_since_s = now_s if failing_since_s is None else failing_since_s
+            if now_s + _REST_S > failing_since_s + self._retry_s:
+                if report is not None:
+                    return report
+                raise error
+            self._asked_s = now_s + _REST_S  # nobody is to give up in between
+            _logger.warning("the pool could not sync its engines (%s); asking again", error)
             time.sleep(_REST_S)
+
+
+def _is_with_nobody(report: SyncReport) -> bool:
+    return bool(report.errors) and not (report.activations or report.unchanged or report.put_off)
+
+
+def _is_store_away(report: SyncReport) -> bool:
+    """Return whether all engines are without the version because none could reach the store, which may pass."""
+    return _is_with_nobody(report) and all(isinstance(error, TransportError) for error in report.errors.values())
 
 
 def _log_errors(report: SyncReport) -> None:

@@ -265,6 +265,31 @@ async def test_a_sync_that_breaks_off_late_is_asked_for_again_as_long_as_one_tha
     assert not report.is_with_nobody
 
 
+@pytest.mark.parametrize(
+    ("num_away", "error", "num_asked"),
+    [(2, TransportError("away"), 3), (99, TransportError("away"), 0), (2, TransferError("no"), 1)],
+)
+async def test_a_sync_in_which_no_engine_reached_the_store_is_asked_for_again(
+    num_away: int, error: RoseError, num_asked: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rose.frameworks.push._REST_S", 0.01)
+    engine = FakeEngine(engine_id=EngineId("e0"))
+    stage, staged = engine.stage, []
+
+    async def away(update: Any) -> Any:
+        staged.append(update)
+        if len(staged) <= num_away:
+            raise error
+        return await stage(update)
+
+    monkeypatch.setattr(engine, "stage", away)
+    async with site([engine]) as (place, _):
+        (report,) = await push(pushes(place, sync_retry_s=0.5), 0.0)
+    assert report.error is None
+    assert report.is_with_nobody is (num_asked < 3)
+    assert len(staged) == num_asked if num_asked else len(staged) > 3
+
+
 async def test_nobody_gives_a_sync_up_that_is_about_to_be_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
     report = await push_failing(monkeypatch, 10, 0.0, sync_timeout_s=0.9, sync_retry_s=1.1)  # the rest is 1 s
     assert report.problem == "broke off"
