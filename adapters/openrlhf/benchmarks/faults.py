@@ -22,10 +22,12 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent / "tests")]
 
 from harness import SMALL, Run, make_model, make_prompts
+from rose.bench.machine import commit, machine, versions
 from rose.testing import PoolSite
 
 FAULTS = ("none", "fails fast", "dies in mid-turn", "hangs", "fails an update")
 STEPS, PROMPTS, SAMPLES = 3, 4, 2
+PACKAGES = ("torch", "ray", "transformers", "openrlhf", "deepspeed")
 _STUCK_S = 90.0
 
 
@@ -57,11 +59,18 @@ def add(out: Path, rows: list[dict[str, Any]], side: str, fault: str, measure: C
     if any((row["side"], row["fault"]) == (side, fault) for row in rows):
         return
     began_s = time.monotonic()
-    row = {"side": side, "fault": fault, **measure(), "wall_s": round(time.monotonic() - began_s, 1)}
+    row = {
+        "side": side,
+        "fault": fault,
+        **measure(),
+        "wall_s": round(time.monotonic() - began_s, 1),
+        "commit": commit(),
+    }
     print(json.dumps(row), flush=True)
     rows.append(row)
     out.parent.mkdir(parents=True, exist_ok=True)
-    text = {"steps": STEPS, "prompts_a_step": PROMPTS, "samples_a_prompt": SAMPLES, "engines": 4, "rows": rows}
+    setting = {"steps": STEPS, "prompts_a_step": PROMPTS, "samples_a_prompt": SAMPLES, "engines": 4}
+    text = {"machine": machine(), "versions": versions(PACKAGES), **setting, "rows": rows}
     out.write_text(json.dumps(text, indent=1) + "\n")
 
 

@@ -33,6 +33,7 @@ os.environ |= {
 FAULTS = ("none", "fails_fast", "dies", "hangs", "update_fails")
 STEPS, GROUPS, GROUP_SIZE, MAX_TOKENS, PROMPT_TOKENS = 3, 16, 4, 16, 12
 LIMIT = 16
+PACKAGES = ("torch", "ray", "transformers", "verl")
 
 
 class Server:
@@ -318,10 +319,12 @@ def main():
     parser.add_argument("--patience", type=float, default=60.0, metavar="SECONDS")
     arguments = parser.parse_args()
 
+    from rose.bench.machine import commit, machine, versions
     from rose.testing import PoolSite
     from tiny import make_policy
 
     rows = []
+    measured = {"machine": machine(), "versions": versions(PACKAGES), "commit": commit(), "rows": rows}
     with tempfile.TemporaryDirectory() as folder:
         policy = make_policy(Path(folder) / "policy")
         for fault in arguments.faults:
@@ -334,7 +337,7 @@ def main():
                         )
                     rows.append(one_case(side, fault, policy, arguments.patience, site))
                     print(json.dumps(rows[-1]), flush=True)
-                    arguments.out.write_text(json.dumps(rows, indent=1) + "\n")
+                    arguments.out.write_text(json.dumps(measured, indent=1) + "\n")
     print(table(rows))
 
 
