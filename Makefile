@@ -88,9 +88,9 @@ $(ADAPTERS:%=test-%): test-%: env %-env
 demo: env
 	$(BIN)/rose demo
 
-# A file's tests share their engines, so a worker takes whole files.
+# A file's tests share their engines, so a worker takes whole files, in the order of their folders: the long ones are not last.
 test: env
-	$(BIN)/pytest -n $(TEST_WORKERS) --dist loadfile -m "not alone"
+	$(BIN)/pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder -m "not alone"
 	$(BIN)/pytest -m alone
 
 unit: env

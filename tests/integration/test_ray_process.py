@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from processes import is_running
 from ray_parts import until
 from rose import open_transport
 from rose.backends.memory import MemoryTransport
@@ -98,7 +99,7 @@ def test_a_process_ends_when_its_parent_is_killed(tmp_path):
             time.sleep(0.01)
         parent.kill()
         parent.wait()
-        while command.exists() and command.read_bytes():
+        while is_running(pid):
             time.sleep(0.01)
     finally:
         parent.stdout.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import subprocess
 import sys
@@ -15,6 +14,7 @@ import pytest
 
 pytest.importorskip("aiohttp", reason="aiohttp is not installed: pip install 'rose-rl[http]'")
 
+from processes import is_running
 from rose import registry
 from rose.backends.sglang import LaunchedSglang, SglangOptions, keeper
 from rose.clocks import MonotonicClock
@@ -47,14 +47,6 @@ def options(folder: Path, alive_s: float = 100.0, **changes) -> SglangOptions:
     return SglangOptions(**known | changes)
 
 
-def is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-
-
 async def child_of(folder: Path) -> int:
     pids = folder / "pids"
     await until(lambda: pids.exists() and pids.read_text() != "")
@@ -75,14 +67,14 @@ async def test_a_server_that_ends_while_it_starts_is_told_with_its_last_words(tm
     engine = LaunchedSglang(options(tmp_path, alive_s=0.2))
     with pytest.raises(EngineLostError, match=r"(?s)did not start: the end of .*loading the model\nno such model"):
         await engine.start()
-    assert not is_alive(await child_of(tmp_path))
+    assert not is_running(await child_of(tmp_path))
 
 
 async def test_a_server_that_takes_too_long_is_ended(tmp_path):
     engine = LaunchedSglang(options(tmp_path, start_timeout_s=1.0))
     with pytest.raises(EngineLostError, match=r"did not start within 1.0 s"):
         await engine.start()
-    assert not is_alive(await child_of(tmp_path))
+    assert not is_running(await child_of(tmp_path))
 
 
 async def test_a_cancelled_start_leaves_nothing(tmp_path, monkeypatch):
@@ -93,7 +85,7 @@ async def test_a_cancelled_start_leaves_nothing(tmp_path, monkeypatch):
     start.cancel()
     with pytest.raises(asyncio.CancelledError):
         await start
-    assert not is_alive(child)
+    assert not is_running(child)
     assert not list(tmp_path.glob("rose-sglang-*"))
 
 
@@ -113,12 +105,12 @@ def test_the_keeper_ends_a_server_whose_client_was_killed(tmp_path):
     while not (pids.exists() and pids.read_text()) and time.monotonic() < deadline:
         time.sleep(0.02)
     child = int(pids.read_text())
-    assert is_alive(child)
+    assert is_running(child)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    while (is_alive(child) or folder.exists()) and time.monotonic() < deadline:
+    while (is_running(child) or folder.exists()) and time.monotonic() < deadline:
         time.sleep(0.02)
-    assert not is_alive(child)
+    assert not is_running(child)
     assert not folder.exists()
 
 
@@ -128,7 +120,7 @@ def test_the_keeper_ends_with_the_servers_status(tmp_path):
     command = [sys.executable, "-I", keeper.__file__, str(folder), script(tmp_path, 0.0)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL) as process:
         assert process.wait(20) == 3
-    assert not is_alive(int((tmp_path / "pids").read_text()))
+    assert not is_running(int((tmp_path / "pids").read_text()))
 
 
 def test_options_become_a_command(tmp_path):
