@@ -151,6 +151,19 @@ async def test_first_weights_that_the_pool_could_not_bring_to_any_engine_end_the
         assert (await board.known()).newest is None
 
 
+async def test_first_weights_whose_store_no_engine_reaches_name_the_address(monkeypatch):
+    async def away(update):
+        message = "the store at 127.0.0.1:7000 cannot be reached"
+        raise TransportError(message)
+
+    one = FakeEngine()
+    monkeypatch.setattr(one, "stage", away)
+    monkeypatch.setattr("rose.frameworks.push._REST_S", 60.0)  # more than the half minute that it is asked again
+    async with job(one) as (_, pusher):
+        with pytest.raises(TransferError, match=r"127\.0\.0\.1:7000 cannot be reached\); .*\[transport\] listen"):
+            await pusher.push(iter(tensors(0).items()), 0, is_tied=False)
+
+
 async def test_a_store_that_is_gone_says_that_the_job_is_to_begin_again():
     async with job(FakeEngine()) as (_, pusher):
         await pusher.push(iter(tensors(0).items()), 0, is_tied=False)

@@ -9,11 +9,12 @@ from rose.backends.streamed import StreamedTrainer
 from rose.frameworks.held_pool import HeldPool
 from rose.frameworks.neutral import NEUTRAL, TEXT_ONLY, is_neutral
 from rose.frameworks.place import PoolPlace
-from rose.frameworks.push import PushReport, WeightPush
+from rose.frameworks.push import STORE_ADVICE, PushReport, WeightPush
 from rose.frameworks.watch import WeightsWatch
 
 __all__ = [
     "NEUTRAL",
+    "STORE_ADVICE",
     "TEXT_ONLY",
     "HeldPool",
     "PoolPlace",

@@ -6,11 +6,12 @@ Life cycle of one push:
 2. [EVERY RANK] publish this rank's share; returns once the version is visible.
 3. [RANK 0] announce the version to the framework, where that was asked for: turns may return tokens of it as soon as one engine has it, which is
    before the next step ends.
-4. [RANK 0] let the pool sync: engines stage while they serve, and activate. A sync that fails as a whole, or for all engines for want of the store, is
-   asked for again, for ``sync_retry_s``. The job's own engines are waited for, up to ``sync_timeout_s`` from the last time it was asked for, borrowed ones by nobody.
+4. [RANK 0] let the pool sync: engines stage while they serve, and activate. A sync that fails as a whole, or that brings the version to no engine because
+   some cannot reach the store, is asked for again, for ``sync_retry_s``. The job's own engines are waited for, up to ``sync_timeout_s`` from the last time it was asked for, borrowed ones by nobody.
 
 Invariants: all ranks push together, like a collective, though none runs inside; a sync that never ends, because the pool's host died, holds up no later one (the
-pool itself runs one at a time); an engine that cannot take a version is reported and never an error of the push: the pool gives it no turns that ask for that version.
+pool itself runs one at a time); an engine that cannot take a version is reported and never an error of the push: the pool gives it no turns that ask for that version; engines are never said to have
+a version that the store has lost.
 """
 
 from __future__ import annotations
@@ -19,21 +20,23 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import attrs
 
 from rose.errors import ConfigError, RoseError, TransferError, TransportError
 from rose.frameworks.place import PoolPlace
 from rose.interfaces import Trainer, Transport
+from rose.policies.weight_pull import PullReason
 from rose.pool import SyncReport
 from rose.pool.remote_pool import sync_report_from_plain
 from rose.pool.store_offer import StoreOffer
 from rose.transfer.publisher import Publisher, PublishReport
+from rose.transfer.relay import POINTER, version_of_key
 from rose.types import EngineId, WeightVersion
 
 _logger = logging.getLogger(__name__)
 _REST_S = 1.0
+STORE_ADVICE = "the store of weights must be at an address that the engines' machines reach: see [transport] listen in the pool's job.toml"
 
 
 @attrs.frozen(kw_only=True)
@@ -59,8 +62,16 @@ class PushReport:
 
     @property
     def is_with_nobody(self) -> bool:
-        """Return whether no engine is known to have the version, or to be on the way to it."""
-        return self.error is not None if self.sync is None else _is_with_nobody(self.sync)
+        """Return whether no engine is known to have the version, to be on the way to it, or to do without it."""
+        if self.sync is None:
+            return self.error is not None
+        does_without = any(plan.reason is PullReason.STILL_ADMISSIBLE for plan in self.sync.put_off.values())
+        return bool(self.sync.errors or self.sync.put_off) and not (_has_reached_any(self.sync) or does_without)
+
+    @property
+    def is_store_away(self) -> bool:
+        """Return whether no engine has the version because some could not reach the store; ``STORE_ADVICE`` is what to look at."""
+        return self.sync is not None and bool(_why_away(self.sync))
 
     @property
     def errors(self) -> Mapping[EngineId, Exception]:
@@ -77,8 +88,8 @@ class WeightPush:
         run: Name of this launch of the trainer, the same on every rank, and a new one for every launch.
         publish_timeout_s: How long one publish may take, waiting for the other ranks included.
         sync_timeout_s: How long rank 0 waits for the engines since the pool was last asked to sync them; they go on after that.
-        sync_retry_s: How long after it first failed as a whole, or no engine reached the store, a sync is asked for again, since no engine may have the version before; a pool that
-            does not let this process in is asked once.
+        sync_retry_s: How long after it first failed as a whole, or reached no engine for want of the store, a sync is asked for again, since no engine may have
+            the version before; a pool that does not let this process in is asked once.
         is_sync_awaited: Whether ``push`` waits for the engines at all.
     """
 
@@ -146,8 +157,7 @@ class WeightPush:
     def _synced(self, publish: PublishReport) -> PushReport:
         """Let the pool sync; where one of an earlier push has not ended it takes this version along, or this one follows it there."""
         assert self._store is not None  # noqa: S101 - it was opened to publish
-        address = self._store.address()
-        sync = _Sync(self._place, {"name": address.name, **dict(address.options)}, retry_s=self._sync_retry_s)
+        sync = _Sync(self._place, self._store, publish.version, retry_s=self._sync_retry_s)
         sync.begin()
         if not self._is_sync_awaited:
             return PushReport(publish=publish)
@@ -163,11 +173,11 @@ class WeightPush:
 class _Sync:
     """One sync of the pool, in a thread of its own, so that a trainer need not wait for it."""
 
-    def __init__(self, place: PoolPlace, address: Mapping[str, Any], *, retry_s: float) -> None:
+    def __init__(self, place: PoolPlace, store: Transport, version: WeightVersion, *, retry_s: float) -> None:
         self.report: SyncReport | None = None
         self.error: RoseError | None = None
         self._ended = threading.Event()
-        self._place, self._address, self._retry_s = place, address, retry_s
+        self._place, self._store, self._version, self._retry_s = place, store, version, retry_s
         self._asked_s = time.monotonic()
 
     def begin(self) -> None:
@@ -195,38 +205,76 @@ class _Sync:
             self._ended.set()
 
     def _asked(self) -> SyncReport:
-        body = {"address": dict(self._address)}
         failing_since_s: float | None = None
         while True:
             self._asked_s = time.monotonic()
             report: SyncReport | None = None
+            failed: RoseError | None = None
             try:
-                report = sync_report_from_plain(self._place.call("POST", "/v1/sync", body, timeout_s=float("inf")))
-                if not _is_store_away(report):
-                    return report
-                error: Exception = next(iter(report.errors.values()))
-            except ConfigError:
+                report = self._ask()
+                why = _why_away(report)
+            except (ConfigError, _VersionLostError):
                 raise
-            except RoseError as failed:
-                error = failed
+            except RoseError as error:
+                failed, why = error, str(error)
+            if report is not None and not why:
+                return report
             now_s = time.monotonic()
-            failing_since_s = now_s if failing_since_s is None else failing_since_s
+            if failing_since_s is None:
+                failing_since_s = now_s
+                _logger.warning(
+                    "no engine is at %s yet (%s); asked for again for %g s", self._version, why, self._retry_s
+                )
             if now_s + _REST_S > failing_since_s + self._retry_s:
                 if report is not None:
                     return report
-                raise error
+                assert failed is not None  # noqa: S101 - one of the two is there
+                raise failed
             self._asked_s = now_s + _REST_S  # nobody is to give up in between
-            _logger.warning("the pool could not sync its engines (%s); asking again", error)
             time.sleep(_REST_S)
 
+    def _ask(self) -> SyncReport:
+        address = self._store.address()
+        body = {"address": {"name": address.name, **dict(address.options)}}
+        report = sync_report_from_plain(self._place.call("POST", "/v1/sync", body, timeout_s=float("inf")))
+        if report.unchanged and not report.activations:
+            self._check_store()
+        return report
 
-def _is_with_nobody(report: SyncReport) -> bool:
-    return bool(report.errors) and not (report.activations or report.unchanged or report.put_off)
+    def _check_store(self) -> None:
+        """Check that engines without an update have none because they are there: a store that lost all it had has none to offer either.
+
+        Raises:
+            TransferError: It no longer has the version.
+            TransportError: It cannot be reached.
+        """
+        key = self._store.read_pointer(POINTER)
+        newest = None if key is None else version_of_key(key)
+        if newest is None or newest.run != self._version.run or newest.n < self._version.n:
+            held = "nothing" if newest is None else newest
+            message = (
+                f"the store of weights has {held} where it had {self._version}: it was started anew, or another job uses it; "
+                "start this job again, from its last checkpoint"
+            )
+            raise _VersionLostError(message)
 
 
-def _is_store_away(report: SyncReport) -> bool:
-    """Return whether all engines are without the version because none could reach the store, which may pass."""
-    return _is_with_nobody(report) and all(isinstance(error, TransportError) for error in report.errors.values())
+class _VersionLostError(TransferError):
+    """No repetition brings a version back that the store has lost."""
+
+
+def _has_reached_any(report: SyncReport) -> bool:
+    return bool(report.activations or report.unchanged)
+
+
+def _why_away(report: SyncReport) -> str:
+    """Return, where no engine has the version, why one could not reach the store, which may pass; empty where that is not the reason."""
+    away = (
+        f"engine {engine_id}: {error}"
+        for engine_id, error in report.errors.items()
+        if isinstance(error, TransportError)
+    )
+    return "" if _has_reached_any(report) else next(away, "")
 
 
 def _log_errors(report: SyncReport) -> None:

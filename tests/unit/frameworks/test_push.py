@@ -18,7 +18,7 @@ pytest.importorskip("aiohttp", reason="aiohttp is not installed: pip install 'ro
 
 from rose import RolloutPool
 from rose.backends.memory import MemoryTransport
-from rose.errors import ConfigError, LayoutMismatchError, RoseError, TransferError, TransportError
+from rose.errors import ConfigError, EngineLostError, LayoutMismatchError, RoseError, TransferError, TransportError
 from rose.frameworks import PoolPlace, PushReport, StreamedTrainer, WeightPush
 from rose.hosts.http.auth import TokenConfig
 from rose.hosts.http.pool_service import PoolService, serve_pool
@@ -134,13 +134,28 @@ async def test_a_version_that_no_engine_took_is_with_nobody() -> None:
         assert report.is_with_nobody
 
 
-def test_a_version_that_an_engine_has_put_off_is_not_with_nobody() -> None:
-    waits = PullPlan(action=PullAction.WAIT, reason=PullReason.STILL_ADMISSIBLE)
-    failed = SyncReport(activations={}, unchanged=(), errors={EngineId("e0"): TransferError("no")})
-    published = cast("PublishReport", None)
-    assert PushReport(publish=published, sync=failed).is_with_nobody
-    put_off = attrs.evolve(failed, put_off={EngineId("lent"): waits})
-    assert not PushReport(publish=published, sync=put_off).is_with_nobody
+NO_ENGINE = SyncReport(activations={}, unchanged=(), errors={})
+
+
+@pytest.mark.parametrize("error", [TransferError("no"), None])
+@pytest.mark.parametrize("reason", [PullReason.STILL_ADMISSIBLE, PullReason.LOAN_TOO_SHORT])
+def test_a_version_that_a_lent_engine_puts_off_is_with_nobody_unless_it_does_without(
+    reason: PullReason, error: RoseError | None
+) -> None:
+    put_off = {EngineId("lent"): PullPlan(action=PullAction.WAIT, reason=reason)}
+    report = attrs.evolve(NO_ENGINE, errors={EngineId("e0"): error} if error else {}, put_off=put_off)
+    is_with_nobody = PushReport(publish=cast("PublishReport", None), sync=report).is_with_nobody
+    assert is_with_nobody is (reason is not PullReason.STILL_ADMISSIBLE)
+
+
+def test_a_version_is_with_nobody_where_errors_are_all_there_is() -> None:
+    failed = attrs.evolve(NO_ENGINE, errors={EngineId("e0"): TransferError("no")})
+    for report, is_with_nobody in (
+        (failed, True),
+        (attrs.evolve(failed, unchanged=(EngineId("e1"),)), False),
+        (NO_ENGINE, False),  # engines may come yet
+    ):
+        assert PushReport(publish=cast("PublishReport", None), sync=report).is_with_nobody is is_with_nobody
 
 
 async def test_a_pool_that_does_not_let_a_sync_in_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -288,6 +303,85 @@ async def test_a_sync_in_which_no_engine_reached_the_store_is_asked_for_again(
     assert report.error is None
     assert report.is_with_nobody is (num_asked < 3)
     assert len(staged) == num_asked if num_asked else len(staged) > 3
+
+
+@pytest.mark.parametrize("beside", [EngineLostError("gone"), None, "put off"])
+async def test_an_engine_that_fails_or_waits_beside_one_that_is_away_does_not_end_the_asking(
+    beside: EngineLostError | str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("rose.frameworks.push._REST_S", 0.01)
+    pair = engines()
+    stage, staged = pair[0].stage, []
+
+    async def away(update: Any) -> Any:
+        staged.append(update)
+        if len(staged) <= 2:
+            message = "away"
+            raise TransportError(message)
+        return await stage(update)
+
+    async def lost(_: Any) -> Any:
+        raise cast("EngineLostError", beside)
+
+    async def put_off(*_: Any) -> dict[EngineId, PullPlan]:
+        return {EngineId("e1"): PullPlan(action=PullAction.SKIP, reason=PullReason.LOAN_TOO_SHORT)}
+
+    monkeypatch.setattr(pair[0], "stage", away)
+    if isinstance(beside, EngineLostError):
+        monkeypatch.setattr(pair[1], "stage", lost)
+    if beside == "put off":
+        monkeypatch.setattr("rose.pool.weights.WeightSync._put_off", put_off)
+    async with site(pair) as (place, _):
+        (report,) = await push(pushes(place, sync_retry_s=5.0), 0.0)
+    assert report.sync is not None
+    if beside is None:
+        assert (len(staged), set(report.sync.activations)) == (1, {"e1"}), "one engine has it: turns go on"
+        return
+    assert (len(staged), set(report.sync.activations)) == (3, {"e0"})
+    told = [record.message for record in caplog.records if "asked for again" in record.message]
+    assert told == ["no engine is at toy-1:0 yet (engine e0: away); asked for again for 5 s"]
+
+
+async def test_a_version_that_a_store_lost_is_with_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that was started anew at the same place has nothing to offer, which is not that the engines have it all."""
+    monkeypatch.setattr("rose.frameworks.push._REST_S", 0.01)
+    call, asked = PoolPlace.call, []
+    with contextlib.ExitStack() as stack:
+        async with site(engines()) as (place, store):
+            options = dict(store.address().options)
+
+            def dying(self: PoolPlace, method: str, path: str, body: object = None, *, timeout_s: float) -> Any:
+                asked.extend([path] if path == "/v1/sync" else [])
+                if path == "/v1/sync" and len(asked) == 1:
+                    store.close()
+                if path == "/v1/sync" and len(asked) == 3:
+                    again = MemoryTransport()
+                    stack.callback(again.close)
+                    again.serve(port=options["port"], token=options["token"])
+                return call(self, method, path, body, timeout_s=timeout_s)
+
+            monkeypatch.setattr(PoolPlace, "call", dying)
+            (report,) = await push(pushes(place, sync_retry_s=60.0), 0.0)
+    assert len(asked) == 3, "no repetition brings it back"
+    assert report.sync is None
+    assert report.is_with_nobody
+    assert "has nothing where it had toy-1:0" in report.problem
+
+
+async def test_engines_that_an_earlier_sync_brought_there_have_the_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = PoolPlace.call
+
+    def twice(self: PoolPlace, method: str, path: str, body: object = None, *, timeout_s: float) -> Any:
+        for _ in range(2 if path == "/v1/sync" else 1):
+            answer = call(self, method, path, body, timeout_s=timeout_s)
+        return answer
+
+    monkeypatch.setattr(PoolPlace, "call", twice)
+    async with site(engines()) as (place, _):
+        (report,) = await push(pushes(place), 0.0)
+    assert report.sync is not None
+    assert set(report.sync.unchanged) == {"e0", "e1"}
+    assert not report.is_with_nobody
 
 
 async def test_nobody_gives_a_sync_up_that_is_about_to_be_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import attrs
 
 from rose.errors import ConfigError, RoseError
-from rose.frameworks import HeldPool, PoolPlace, PushReport, StreamedTrainer, WeightPush, WeightsWatch
+from rose.frameworks import STORE_ADVICE, HeldPool, PoolPlace, PushReport, StreamedTrainer, WeightPush, WeightsWatch
 from rose.types import Turn, TurnResult, WeightVersion
 from rose_openrlhf.broadcast import BroadcastMember
 from rose_openrlhf.checkpoint import initial_weights
@@ -152,14 +152,20 @@ def describe(report: PushReport) -> str:
 
 
 def check_first(report: PushReport) -> None:
-    """Check that the checkpoint reached an engine.
+    """Check that the checkpoint reached an engine, or may still.
 
     Raises:
         ConfigError: No engine could take it; the message has the first of the first engine's own words.
+        RoseError: The pool could not sync its engines at all.
     """
-    if report.sync is None or report.sync.activations or report.sync.unchanged or not report.errors:
+    if report.error is not None:
+        raise report.error
+    if not (report.is_with_nobody and report.errors):
         return
     engine_id, error = next(iter(report.errors.items()))
+    if report.is_store_away:
+        message = f"no engine of the pool has the weights of --actor.model_name_or_path: {STORE_ADVICE}. Engine {engine_id} says: {error}"
+        raise ConfigError(message)
     said = str(error).split("; ")  # one part a tensor, of which there may be hundreds
     rest = f"; and {len(said) - _MAX_SAID} more" if len(said) > _MAX_SAID else ""
     message = (

@@ -12,8 +12,9 @@ from harness import make_model
 from rose import RolloutPool
 from rose.backends.memory import MemoryTransport
 from rose.errors import ConfigError, LayoutMismatchError, TransportError, TurnFailedError
-from rose.frameworks import PoolPlace
+from rose.frameworks import PoolPlace, PushReport
 from rose.hosts.http.pool_service import PoolService, serve_pool
+from rose.pool import SyncReport
 from rose.pool.store_offer import StoreOffer
 from rose.testing import FakeEngine, Fault, FaultKind
 from rose.transfer.export import export_version
@@ -293,11 +294,29 @@ async def test_a_reward_or_a_checkpoint_that_cannot_be_loaded_is_named(model, tm
 def test_of_hundreds_of_tensors_that_do_not_fit_a_few_are_named():
     errors = {"e0": LayoutMismatchError("; ".join(f"layer {n} is unknown" for n in range(100)))}
     with pytest.raises(ConfigError, match=r"says: layer 0 is unknown; layer 1 .*; layer 2 is unknown; and 97 more$"):
-        check_first(SimpleNamespace(sync=SimpleNamespace(activations={}, unchanged=()), errors=errors))
+        check_first(report_of(errors=errors))
+
+
+def test_a_store_that_no_engine_reaches_is_no_wrong_model():
+    away = TransportError("the store at 127.0.0.1:7000 cannot be reached")
+    with pytest.raises(
+        ConfigError, match=r"\[transport\] listen .* Engine e0 says: the store at 127\.0\.0\.1:7000"
+    ) as caught:
+        check_first(report_of(errors={"e0": away}))
+    assert "same model" not in str(caught.value)
+
+
+def test_a_first_sync_that_failed_as_a_whole_is_told_in_its_own_words():
+    with pytest.raises(TransportError, match="the pool is away"):
+        check_first(PushReport(publish=None, problem="the pool is away", error=TransportError("the pool is away")))
+
+
+def report_of(*, errors=(), activations=()):
+    return PushReport(publish=None, sync=SyncReport(activations=dict(activations), unchanged=(), errors=dict(errors)))
 
 
 def test_a_line_a_push():
-    late = SimpleNamespace(version="r:1", sync=None, problem="not after 3 s", errors={})
+    late = SimpleNamespace(version="r:1", sync=None, problem="not after 3 s", error=None, is_with_nobody=False)
     assert describe(late) == "weights r:1: published; not after 3 s"
     check_first(late)  # engines that are slow may still come
     done = SimpleNamespace(
@@ -305,6 +324,8 @@ def test_a_line_a_push():
         sync=SimpleNamespace(activations={"a": 1}, unchanged=()),
         problem="",
         errors={"b": TransportError("x")},
+        error=None,
+        is_with_nobody=False,
     )
     assert describe(done) == "weights r:1: 1 engines have them; not b (TransportError)"
     check_first(done)

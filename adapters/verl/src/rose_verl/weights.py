@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from rose.errors import ConfigError, TransferError, TransportError
-from rose.frameworks import PushReport, ShardedTrainer, StreamedTrainer, WeightPush
+from rose.frameworks import STORE_ADVICE, PushReport, ShardedTrainer, StreamedTrainer, WeightPush
 from rose.types import EngineId, WeightVersion
 from rose_verl.board import find_board
 from rose_verl.engines import sharded_state
@@ -171,7 +171,8 @@ def _tell_nobody(report: PushReport) -> None:
     if report.version.n > 0:
         logger().error("no engine of the pool is known to have %s; no turn asks for it: %s", report.version, told)
         return
-    message = f"no engine of the pool could take the first weights ({told}); do model, dtype (rollout.dtype) and the pool's job.toml agree?"
+    advice = STORE_ADVICE if report.is_store_away else "do model, dtype (rollout.dtype) and the pool's job.toml agree?"
+    message = f"no engine of the pool could take the first weights ({told}); {advice}"
     logger().error("%s", message)
     raise TransferError(message)
 
