@@ -13,7 +13,6 @@ import asyncio
 import json
 import os
 import re
-import socket
 import time
 from pathlib import Path
 from statistics import fmean
@@ -33,6 +32,7 @@ from rose.simulation.shadow.poll import fetch
 from rose.simulation.shadow.series import engine_series, is_wanted
 from rose.simulation.shadow.study import ShadowConfig, shadow_engines
 from rose.simulation.traces import Arrival
+from rose.testing.ports import free_ports
 
 MODES = (Mode.SLO, Mode.QUIET)
 _SECONDS = re.compile(r"^(vllm:\w+_seconds)_(sum|bucket)(\{.*\})? (\S+)$", re.MULTILINE)
@@ -117,9 +117,7 @@ def latency(run: LiveRun) -> dict[str, float | None]:
 async def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Make the runs and compare."""
     began_s = time.monotonic()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    (port,) = free_ports(1)
     os.environ["ROSE_METRICS_PORT"] = str(port)
     settings = LiveSettings(duration_s=options.load_s, k=options.k, seed=options.seed)
     arrivals = _arrivals(options)

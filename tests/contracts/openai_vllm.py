@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import socket
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -15,6 +14,7 @@ from rose.backends.openai import OpenAiEngine
 from rose.backends.vllm.environment import engine_environment
 from rose.errors import EngineLostError
 from rose.testing.models import make_qwen3
+from rose.testing.ports import free_ports
 
 MAX_MODEL_LEN, VOCAB_SIZE = 512, 128
 _OPTIONS = (
@@ -27,8 +27,7 @@ _OPTIONS = (
 async def vllm_server(folder: Path, *, can_pause: bool = True, start_s: float = 240.0) -> AsyncIterator[str]:
     """Start the server; gives its URL once it answers. Its log is ``folder / "server.log"``."""
     model = make_qwen3(folder / "model", max_positions=MAX_MODEL_LEN, vocab=VOCAB_SIZE)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    (port,) = free_ports(1)
     environment = {**os.environ, **engine_environment(is_offline=True), "VLLM_SERVER_DEV_MODE": str(int(can_pause))}
     with (folder / "server.log").open("wb") as log:
         process = await asyncio.create_subprocess_exec(

@@ -34,6 +34,7 @@ from rose.hosts.http.executor_serving import read_pid_file
 from rose.policies.admission import Budget, Mode
 from rose.testing.contracts.streams import collect, reading
 from rose.testing.models import make_qwen3
+from rose.testing.ports import free_ports
 from rose.types import EngineRequest, FinishReason, RequestId, Sampling
 
 pytestmark = [pytest.mark.engine, pytest.mark.alone, pytest.mark.timeout(240), pytest.mark.asyncio(loop_scope="module")]
@@ -170,13 +171,6 @@ async def serving_answers(url: str) -> bool:
         await client.close()
 
 
-def free_port() -> int:
-    import socket  # noqa: PLC0415 - here alone
-
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]
-
-
 def start_executor(config: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", "rose.cli.main", "serve", str(config), "--json"],
@@ -228,7 +222,7 @@ options = {{max_num_seqs = 8, kv_cache_bytes = 33554432, max_num_batched_tokens 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def site(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Site]:
-    folder, port = tmp_path_factory.mktemp("executor"), free_port()
+    folder, (port,) = tmp_path_factory.mktemp("executor"), free_ports(1)
     write_config(folder, port)
     site = Site(folder, port, f"http://127.0.0.1:{port}")
     try:

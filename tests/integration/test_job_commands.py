@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -23,11 +21,14 @@ pytest.importorskip("aiohttp", reason="aiohttp is not installed: pip install 'ro
 from rose.coserving.lease_sqlite import AuditReader
 from rose.coserving.ledger import Ledger
 from rose.coserving.lender_audit import ENDS, LeaseChange, check_audit
+from rose.hosts.http.executor_serving import read_pid_file
 from rose.testing.models import make_qwen3
+from rose.testing.ports import free_ports
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200)]
 
 START_S = 600.0
+END_S = 30.0
 POLICY = (
     "{max_positions = 2048, num_layers = 1, hidden_size = 64, intermediate_size = 128, num_heads = 2, num_kv_heads = 1}"
 )
@@ -81,7 +82,7 @@ class Site:
 
     def end(self, name: str) -> str:
         """End a command by SIGTERM; returns what it still printed."""
-        process = self.processes.pop(name)
+        process = self.processes[name]
         process.send_signal(signal.SIGTERM)
         out, _ = process.communicate(timeout=60)
         assert process.returncode == 0, (self.folder / f"{name}.err").read_text()[-3000:]
@@ -89,16 +90,26 @@ class Site:
 
     def wait(self, name: str) -> int:
         """Wait until a command has ended by itself; returns its exit code."""
-        process = self.processes.pop(name)
+        process = self.processes[name]
         process.communicate(timeout=60)
         return process.returncode
 
     def close(self) -> None:
+        """End what still runs, the executor before the serving engine, which it never ends and would start again."""
         for process in self.processes.values():
-            process.kill()
-            process.wait()
+            process.terminate()
+        for process in self.processes.values():
+            try:
+                process.wait(END_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
             if process.stdout is not None:
                 process.stdout.close()
+        if "executor" in self.processes:
+            self.run("serve", str(self.folder / "executor.toml"), "--stop-serving")
+            serving = read_pid_file(self.folder / "run" / "serving.pid")
+            assert serving is None or not serving.is_running()
 
 
 def command(*arguments: str) -> list[str]:
@@ -108,12 +119,6 @@ def command(*arguments: str) -> list[str]:
 def environment() -> dict[str, str]:
     paths = os.pathsep.join(path for path in sys.path if path)
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths, "MALLOC_ARENA_MAX": "2"}
-
-
-def free_ports(*names: str) -> dict[str, int]:
-    with contextlib.ExitStack() as stack:
-        sockets = {name: stack.enter_context(socket.create_server(("127.0.0.1", 0))) for name in names}
-        return {name: listener.getsockname()[1] for name, listener in sockets.items()}
 
 
 def most_leases(path: Path, job: str) -> int:
@@ -220,8 +225,8 @@ ledger = "FOLDER/gpu1.ledger"
 
 @pytest.fixture
 def site(tmp_path: Path) -> Iterator[Site]:
-    ports = free_ports("lender", "executor", "nobody", "store", "relay", "pool", "serving")
-    made = Site(tmp_path, ports)
+    names = ("lender", "executor", "nobody", "store", "relay", "pool", "serving")
+    made = Site(tmp_path, dict(zip(names, free_ports(len(names)), strict=True)))
     yield made
     made.close()
 
@@ -237,27 +242,24 @@ def test_a_job_runs_to_its_end_over_separate_commands(site: Site):
     with_nobody.beat(time.monotonic())
     site.run("run", str(job), "--save-model")
     assert (site.folder / "policy" / "model.safetensors").is_file()
-    try:
-        site.start("executor", "serve", str(executor), "--json")
-        site.read("executor", "ready")
-        site.start("lender", "lend", str(lender))
-        site.read("lender", "url")
-        site.start("pool", "pool", str(job))
-        assert site.read("pool", "url")["num_engines"] >= 1
-        site.start("trainer", "run", str(job), "--json")
-        site.read("trainer", "progress")
-        store = f"memory:127.0.0.1:{site.ports['store']}:{site.folder / 'store.token'}"
-        relay = ("--listen", f"127.0.0.1:{site.ports['relay']}", "--token-file", str(site.folder / "relay.token"))
-        site.start("relay", "relay", "--upstream", store, *relay, "--max-bytes", "64M")
-        site.read("relay", "name")
-        summary = site.read("trainer", "summary")
-        assert site.wait("trainer") == 0
-        ended = json.loads(site.end("pool").splitlines()[-1])
-        site.end("relay")
-        site.end("lender")
-        site.end("executor")
-    finally:
-        subprocess.run(command("serve", str(executor), "--stop-serving"), check=False, env=environment(), timeout=60)
+    site.start("executor", "serve", str(executor), "--json")
+    site.read("executor", "ready")
+    site.start("lender", "lend", str(lender))
+    site.read("lender", "url")
+    site.start("pool", "pool", str(job))
+    assert site.read("pool", "url")["num_engines"] >= 1
+    site.start("trainer", "run", str(job), "--json")
+    site.read("trainer", "progress")
+    store = f"memory:127.0.0.1:{site.ports['store']}:{site.folder / 'store.token'}"
+    relay = ("--listen", f"127.0.0.1:{site.ports['relay']}", "--token-file", str(site.folder / "relay.token"))
+    site.start("relay", "relay", "--upstream", store, *relay, "--max-bytes", "64M")
+    site.read("relay", "name")
+    summary = site.read("trainer", "summary")
+    assert site.wait("trainer") == 0
+    ended = json.loads(site.end("pool").splitlines()[-1])
+    site.end("relay")
+    site.end("lender")
+    site.end("executor")
     assert summary["num_steps"] == 3
     assert (ended["ended"], ended["most_leases"]) == (True, 1)
     assert most_leases(site.folder / "lender.sqlite", "lake") == 1 == summary["n_serving"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import socket
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +17,7 @@ from rose.backends.memory import MemoryTransport
 from rose.errors import ConfigError, TransportError, TurnFailedError
 from rose.hosts.http.pool_service import PoolService, serve_pool
 from rose.testing import FakeEngine, FakeTrainer
+from rose.testing.ports import free_ports
 from rose.transfer.publisher import Publisher
 from rose.types import AnyVersion, AtLeast, FinishReason, Sampling, Turn, TurnResult, VersionSpan, WeightVersion
 from rose_roll.connection import LoopConnection
@@ -53,8 +53,7 @@ class Pool:
 @pytest.fixture
 def free_url() -> str:
     """An address at which nothing listens."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return f"http://127.0.0.1:{listener.getsockname()[1]}"
+    return f"http://127.0.0.1:{free_ports(1)[0]}"
 
 
 REQUEST = Request(request_id="r", trajectory_id="t", group_id="g", prompt_ids=(1, 2), sampling=Sampling(max_tokens=4))

@@ -6,7 +6,6 @@ import os
 import re
 import shlex
 import signal
-import socket
 import subprocess
 import threading
 import tomllib
@@ -24,17 +23,11 @@ import jobs
 import tiny
 from rose.frameworks import watch
 from rose.testing.pool_site.client import engine_environment, engine_python
+from rose.testing.ports import free_ports
 
 HERE = Path(__file__).parent
 README = HERE.parent / "README.md"
-
-
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]
-
-
-PORT = free_port()
+(PORT,) = free_ports(1)
 
 
 def blocks(language):

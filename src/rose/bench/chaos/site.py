@@ -6,8 +6,6 @@ import asyncio
 import contextlib
 import json
 import os
-import random
-import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Mapping
@@ -24,12 +22,12 @@ from rose.coserving.ledger import Ledger
 from rose.errors import EngineLostError, RoseError
 from rose.hosts.http.executor_serving import PID_FILE, read_pid_file
 from rose.testing.models import make_qwen3
+from rose.testing.ports import free_ports
 
 SERVING_VOCAB, ROLLOUT_VOCAB = 512, 32
 _SERVING_PROFILE, _ROLLOUT_PROFILE = "h100:qwen2.5-7b", "h100:qwen3-8b"
 _TOKENS_PER_TOKEN = 8
 _POOL_BYTES = 42_000_000_000
-_PORTS = (20_000, 30_000)  # below those that the kernel gives to connections, which could take a dead process's port
 _ASK_S = 2.0
 _STOP_S = 60.0
 _LAST_S = 2.0  # children of what was ended are ending
@@ -145,7 +143,7 @@ async def running(config: SiteConfig, start_s: float = 600.0) -> AsyncIterator[S
         ),
     }
     names = [f"gpu{i}" for i in range(config.num_devices)]
-    ports = iter(_free_ports(1 + 2 * len(names)))
+    ports = iter(free_ports(1 + 2 * len(names)))
     try:
         async with contextlib.AsyncExitStack() as stack:
             clock = PacedClock.create(folder / "clock", k=config.k)
@@ -185,15 +183,6 @@ def _stop_serving(folder: Path, names: list[str]) -> None:
 
 def _rose(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "rose.cli.main", *arguments]
-
-
-def _free_ports(number: int) -> list[int]:
-    found: list[int] = []
-    while len(found) < number:
-        port = random.randrange(*_PORTS)
-        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
-            found += [port] if port not in found else []
-    return found
 
 
 def _write_lender(config: SiteConfig, folder: Path, names: list[str], url: str) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ import attrs
 
 from rose.bench.scheduler.http_engine import Answer
 from rose.errors import BackendUnavailableError, EngineLostError
+from rose.testing.ports import free_ports
 
 _START_S = 60.0
 _END_S = 5.0
@@ -159,18 +159,11 @@ def router(path: str, name: str, policy: str, urls: Sequence[str]) -> Iterator[S
     Raises:
         EngineLostError: It does not come up.
     """
-    port, metrics_port = _free_ports(2)
+    port, metrics_port = free_ports(2)
     url = f"http://127.0.0.1:{port}"
     with running([path, *ROUTERS[name].arguments(port, metrics_port, policy, urls)]) as process:
         _wait_until_up(url, process, name)
         yield Started(url, process.pid)
-
-
-def _free_ports(count: int) -> list[int]:
-    """Return free ports: these programs take a number, not a socket."""
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [bound.getsockname()[1] for bound in sockets]
 
 
 def _wait_until_up(url: str, process: subprocess.Popen[str], name: str) -> None:
