@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 import os
 import socket
 import sys
 import threading
 import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,11 +22,13 @@ from rose.cli.stores import TOKEN_VARIABLE, check_reach, filled, filled_path, op
 from rose.errors import ConfigError, TransportError
 
 if TYPE_CHECKING:
+    from rose.backends.memory import StoreServer
     from rose.interfaces.transport import Transport
     from rose.transfer.cluster import ClusterRelay
 
 _CHECK_S = 5.0
 _CHECK_POLL_S = 0.1
+_CLOSE_POLL_S = 0.1
 _REFUSED = "refused the token"
 
 _DESCRIPTION = """\
@@ -129,9 +131,7 @@ def _serve(settings: _Settings, stopped: threading.Event) -> None:
             _print({"name": "memory", **_shown(server.address().options, settings.token_file)})
             stopped.wait()
         finally:
-            relay.interrupt()
-            _close_followed(relay, upstream)  # ends what waits for the origin, which the server would wait for
-            server.close()
+            _end(relay, server, upstream)
         stats = relay.stats
         _print({**attrs.asdict(stats), "redundancy": stats.redundancy})
     finally:
@@ -185,19 +185,27 @@ def _is_lasting(error: TransportError) -> bool:
     return is_unknown or _REFUSED in str(error)
 
 
-def _close_followed(relay: ClusterRelay, upstream: Transport) -> None:
-    """Close the origin's transport under a relay that still follows; its complaint about that is no news to anybody."""
-    logger = logging.getLogger("rose.transfer.cluster_follow")
-    logger.addFilter(_is_silent)
+def _end(relay: ClusterRelay, server: StoreServer, upstream: Transport) -> None:
+    """End what is served and followed, also when the origin answers nobody.
+
+    Closing the origin's transport ends what waits for it. A request that had passed the relay's last look at the interruption,
+    but not reached the transport, would open it again, so it is closed until nothing is left.
+    """
+    relay.interrupt()
+    with ThreadPoolExecutor(1, "rose-relay-end") as threads:
+        ending = threads.submit(_close_both, relay, server)
+        is_over = False
+        while not is_over:
+            upstream.close()
+            is_over = bool(wait([ending], timeout=_CLOSE_POLL_S).done)
+        ending.result()
+
+
+def _close_both(relay: ClusterRelay, server: StoreServer) -> None:
     try:
-        upstream.close()
         relay.close()
     finally:
-        logger.removeFilter(_is_silent)
-
-
-def _is_silent(_: logging.LogRecord) -> bool:
-    return False
+        server.close()
 
 
 def _token(path: Path | None) -> str | None:

@@ -7,6 +7,7 @@ Invariants:
 * What ``get`` returns is what the origin holds or held under that key: keys are written once, so copies do not age.
 * Pointers are hardly older than ``pointer_age_s``, and never older than a ``compare_and_set`` that went through this relay.
 * Writes go through to the origin before they return.
+* Once interrupted, nothing begins at the origin, and no follower is left that begins anything.
 
 A ``get`` that meets a transfer or a wait (``get_when_ready``) for the same key shares its end. After a miss it asks once more, since the
 other may have looked before the blob came: of a blob that is not there it learns at most twice ``WAIT_SLICE_S`` late.
@@ -19,7 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from rose.errors import BlobNotFoundError
+from rose.errors import BlobNotFoundError, TransportError
 from rose.interfaces.transport import Payload, SupportsInvalidate, Transport
 from rose.transfer.cluster_flights import Flight
 from rose.transfer.cluster_follow import FollowConfig, Follower
@@ -120,6 +121,7 @@ class ClusterRelay(Transport):
             return
         self._forget(key)
         if isinstance(self._upstream, SupportsInvalidate):
+            self._check_goes_on()
             self._upstream.invalidate(key, damaged)
 
     def read_pointer(self, name: str) -> str | None:
@@ -128,6 +130,7 @@ class ClusterRelay(Transport):
 
     def compare_and_set(self, name: str, expected: str | None, value: str) -> bool:
         """Set the pointer at the origin if it holds ``expected`` there. Not repeated by the relay: the first try may have worked."""
+        self._check_goes_on()
         try:
             return self._upstream.compare_and_set(name, expected, value)
         finally:
@@ -139,9 +142,14 @@ class ClusterRelay(Transport):
         Args:
             pointer: The pointer that the publisher moves.
             config: How many blobs at a time, and how often to look.
+
+        Raises:
+            TransportError: The relay was interrupted.
         """
-        follower = Follower(self, pointer=pointer, config=config)
-        self._followers.append(follower)
+        with self._lock:
+            self._check_goes_on()
+            follower = Follower(self, pointer=pointer, config=config)
+            self._followers.append(follower)
         return follower
 
     def advertise(self, address: TransportAddress) -> None:
@@ -166,14 +174,22 @@ class ClusterRelay(Transport):
                     flight.is_stale = True
 
     def interrupt(self) -> None:
-        """Repeat and follow nothing from now on. Whoever wants to end at once then closes the origin's transport, and the relay after it."""
-        self._interrupted.set()
-        for follower in self._followers:
+        """Begin, repeat and follow nothing at the origin from now on: whoever asks for what is not here gets a ``TransportError``.
+
+        What is on its way goes on. Whoever wants to end at once then closes the origin's transport, and the relay after it; a
+        call that was just about to begin may open that transport again, so it has to be closed until all calls have ended.
+        """
+        with self._lock:
+            self._interrupted.set()
+            followers = list(self._followers)
+        for follower in followers:
             follower.stop()
 
     def close(self) -> None:
         """Stop following and forget all copies. Idempotent."""
-        for follower in self._followers:
+        with self._lock:
+            followers = list(self._followers)
+        for follower in followers:
             follower.close()
         with self._lock:
             self._memory = RelayMemory(self._memory.max_bytes)
@@ -231,7 +247,13 @@ class ClusterRelay(Transport):
                 self._memory.mark_complete(value)
         return value
 
+    def _check_goes_on(self) -> None:
+        if self._interrupted.is_set():
+            message = "the relay is stopping"
+            raise TransportError(message)
+
     def _try(self, work: Callable[[], T]) -> T:
+        self._check_goes_on()
         return self._retry.call(work, on_failure=self._count_retry, stopped=self._interrupted)
 
     def _count_retry(self) -> None:

@@ -102,7 +102,7 @@ class Follower:
             thread.start()
 
     def stop(self) -> None:
-        """Begin nothing from now on. What is on its way goes on."""
+        """Begin no look and no blob from now on, and complain of no failure. What is on its way goes on."""
         self._stopped.set()
         with self._changed:
             self._changed.notify_all()
@@ -120,7 +120,7 @@ class Follower:
                 self._look()
                 is_failing = False
             except (TransportError, TransferError) as error:
-                if not is_failing:
+                if not is_failing and not self._stopped.is_set():
                     _logger.warning("following %r is held up: %s", self._pointer, error)
                 is_failing = True
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import struct
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -159,19 +161,114 @@ def test_a_pointer_set_before_the_answer_was_lost_counts(
     client.close()
 
 
-def test_closing_ends_a_request_that_is_connecting(monkeypatch: pytest.MonkeyPatch) -> None:
-    connect = socket.create_connection
+def test_the_idle_connections_beside_a_lost_one_are_dropped(owner: MemoryTransport) -> None:
+    client = _client(owner)
+    beside = client._store._connect(0)
+    client.read_pointer("p")
+    (lost,) = client._store._idle
+    client._store._give_back(beside, 0)
+    client._store._idle.reverse()  # the lost one is taken first
+    lost.shutdown(socket.SHUT_RDWR)
+    assert client.read_pointer("p") is None
+    assert beside.fileno() == -1, "it is as old, so it may be lost as well"
+    assert len(client._store._idle) == 1
+    client.close()
+
+
+@contextlib.contextmanager
+def _unanswered_port() -> Iterator[int]:
+    """Give a port where connections are neither taken nor refused: its queue is full."""
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(socket.socket())
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(0)
+        for _ in range(3):
+            filler = stack.enter_context(socket.socket())
+            filler.setblocking(False)  # noqa: FBT003 - positional only
+            filler.connect_ex(listener.getsockname())
+        yield listener.getsockname()[1]
+
+
+def test_a_connection_that_nobody_answers_times_out() -> None:
+    with _unanswered_port() as port:
+        client = MemoryTransport(host="127.0.0.1", port=port, token="t", timeout_s=0.1)  # noqa: S106 - nobody reads it
+        with pytest.raises(TransportError, match=r"did not answer GET within 0.1 s"):
+            client.get("k")
+        assert not client._store._busy
+
+
+def test_closing_ends_a_request_that_is_connecting() -> None:
+    with _unanswered_port() as port, ThreadPoolExecutor(1) as threads:
+        client = MemoryTransport(host="127.0.0.1", port=port, token="t", timeout_s=30.0)  # noqa: S106 - nobody reads it
+        call = threads.submit(client.read_pointer, "p")
+        deadline_s = time.monotonic() + 10
+        while not client._store._busy:
+            assert time.monotonic() < deadline_s
+            time.sleep(0.001)
+        client.close()
+        with pytest.raises(TransportError, match=r"cannot be reached.*closed while it connected"):
+            call.result(timeout=10)
+        assert not client._store._busy
+
+
+@pytest.mark.parametrize("is_repeated", [False, True])
+def test_a_request_that_began_before_a_close_opens_no_connection_after_it(
+    owner: MemoryTransport, monkeypatch: pytest.MonkeyPatch, *, is_repeated: bool
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as deaf:
-        client = MemoryTransport(host="127.0.0.1", port=deaf.getsockname()[1], token="t", timeout_s=1.0)  # noqa: S106 - nobody reads it
+        client = _client(owner, timeout_s=5.0)
+        if is_repeated:
+            client.read_pointer("p")
+            client._store._idle[0].shutdown(socket.SHUT_RDWR)
+        client._store._port = deaf.getsockname()[1]
+        step = "_drop_idle" if is_repeated else "_reach"
+        go_on = getattr(client._store, step)
 
-        def closed_meanwhile(*args: Any, **kwargs: Any) -> socket.socket:
-            sock = connect(*args, **kwargs)
+        def closed_before(*args: int) -> Any:
             client.close()
-            return sock
+            return go_on(*args)
 
-        monkeypatch.setattr(socket, "create_connection", closed_meanwhile)
+        monkeypatch.setattr(client._store, step, closed_before)
         with pytest.raises(TransportError, match="closed while it connected"):
-            client.read_pointer("current")
+            client.read_pointer("p")
+        deaf.settimeout(0.0)
+        with pytest.raises(BlockingIOError):
+            deaf.accept()
+
+
+def test_a_request_that_ends_while_the_client_is_closed_leaves_no_connection(
+    owner: MemoryTransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = _client(owner)
+    receive = wire.receive_answer
+
+    def then_closed(sock: socket.socket) -> tuple[Status, memoryview] | None:
+        answer = receive(sock)
+        client.close()
+        return answer
+
+    with monkeypatch.context() as patch:
+        patch.setattr(wire, "receive_answer", then_closed)
+        assert client.read_pointer("p") is None, "the answer had come"
+    assert not client._store._idle
+    assert not client._store._busy
+    assert client.compare_and_set("p", None, "v"), "the next request opens one"
+    assert client.read_pointer("p") == "v"
+    client.close()
+
+
+def test_the_next_address_of_a_host_is_tried(owner: MemoryTransport, monkeypatch: pytest.MonkeyPatch) -> None:
+    client = _client(owner)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        refusing = taken.getsockname()
+    (found,) = socket.getaddrinfo("127.0.0.1", int(dict(owner.address().options)["port"]), type=socket.SOCK_STREAM)
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [(*found[:4], refusing), found])
+    assert client.read_pointer("p") is None
+    client.close()
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [(*found[:4], refusing)] * 2)
+    with pytest.raises(TransportError, match=r"cannot be reached.*refused"):
+        client.read_pointer("p")
+    assert not client._store._busy
 
 
 def test_a_silent_server_times_out() -> None:

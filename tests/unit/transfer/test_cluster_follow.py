@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 
@@ -179,6 +180,42 @@ def test_closing_stops_every_thread(rig: Rig) -> None:
     assert not any(thread.is_alive() for thread in rig.relay._followers[0]._threads)
     with pytest.raises(BlobNotFoundError):
         rig.relay.get("r/0/0/rank-0/blob-1")
+
+
+def test_an_interrupt_ends_every_thread_of_a_follower(rig: Rig) -> None:
+    rig.announce("r/0/0", 4)
+    rig.relay.interrupt()
+    for thread in rig.relay._followers[0]._threads:
+        thread.join(10)
+        assert not thread.is_alive()
+
+
+def test_a_look_that_an_interrupt_meets_asks_nothing_more(caplog: pytest.LogCaptureFixture) -> None:
+    """The origin is closed after an interrupt; a second question of the same look would open it again."""
+
+    class Paused(MemoryTransport):
+        def __init__(self) -> None:
+            super().__init__()
+            self.asked: list[str] = []
+            self.is_asked, self.may_answer = threading.Event(), threading.Event()
+
+        def read_pointer(self, name):
+            self.asked.append(name)
+            self.is_asked.set()
+            assert self.may_answer.wait(10)
+            return super().read_pointer(name)
+
+    origin = Paused()
+    assert origin.compare_and_set("current.open", None, "r/0/0 1")
+    relay = ClusterRelay(origin, max_bytes=1 << 20)
+    follower = relay.follow()
+    assert origin.is_asked.wait(10)
+    relay.interrupt()
+    origin.may_answer.set()
+    relay.close()
+    assert origin.asked == ["current.open"]
+    assert follower._attempt is not None, "the look went on as far as it could without the origin"
+    assert "held up" not in caplog.text, "nobody is to be told"
 
 
 @pytest.mark.parametrize("text", [None, "", "r/0/0", "r/0 2", "r/0/0/manifest 2", "r/x/0 2", "r/0/0 -1", "r/0/0 two"])

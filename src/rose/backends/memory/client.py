@@ -2,17 +2,21 @@
 
 Invariants: one request at a time on one connection, and as many connections as there are requests at a time, so that a long
 wait or a large blob holds up nobody else; after a failure a connection is thrown away, never reused half-read; a lost
-connection is opened again once a request, which is safe because every operation may be repeated.
+connection is opened again once a request, which is safe because every operation may be repeated; a request that began before a
+``close`` neither goes on after it, nor opens a connection, nor leaves one behind.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
+import select
 import socket
 import threading
 import time
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from rose.backends.memory import wire
 from rose.backends.memory.wire import Op, Status
@@ -22,6 +26,7 @@ from rose.interfaces.transport import Payload
 T = TypeVar("T")
 _MAX_IDLE = 8
 _MAX_WAIT_S = 10.0
+_MAX_POLL_MS = 1e9
 
 
 class StoreClient:
@@ -84,14 +89,15 @@ class StoreClient:
         self._call(Op.INVALIDATE, key, wire.pack_strings([damaged]))
 
     def close(self) -> None:
-        """Close the connections, which ends requests that wait; the next request would open one again."""
+        """Close the connections, which ends requests that wait or connect; the next request would open one again."""
         with self._lock:
             self._num_closes += 1
-            busy = list(self._busy)
-        for sock in busy:
-            with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)  # whoever uses it closes it
-        self._drop_idle()
+            for sock in self._busy:
+                with contextlib.suppress(OSError):
+                    sock.shutdown(socket.SHUT_RDWR)  # whoever uses it closes it
+            idle, self._idle = self._idle, []
+        for sock in idle:
+            sock.close()
 
     def _call(self, op: Op, name: str, body: Payload = b"") -> tuple[Status, memoryview]:
         status, answer, _ = self._exchange(op, name, body)
@@ -104,10 +110,10 @@ class StoreClient:
         return *answer, was_repeated
 
     def _ask(self, op: Op, name: str, body: Payload) -> tuple[tuple[Status, memoryview], bool]:
-        num_closes, sock = self._num_closes, self._take_idle()
+        num_closes, sock = self._begin()
         was_idle = sock is not None
         try:
-            return self._once(sock, op, name, body), False
+            return self._once(sock, num_closes, op, name, body), False
         except (TimeoutError, BlockingIOError) as error:
             message = f"the store at {self._host}:{self._port} did not answer {op.name} within {self._timeout_s} s"
             raise TransportError(message) from error
@@ -116,33 +122,27 @@ class StoreClient:
         if was_idle and num_closes == self._num_closes:
             self._drop_idle()  # those beside it are as old
             try:
-                return self._once(None, op, name, body), True
+                return self._once(None, num_closes, op, name, body), True
             except OSError as error:
                 lost = error
         message = f"the store at {self._host}:{self._port} cannot be reached ({lost}); is its process alive?"
         raise TransportError(message) from lost
 
-    def _once(self, sock: socket.socket | None, op: Op, name: str, body: Payload) -> tuple[Status, memoryview]:
-        sock = sock or self._connect()
+    def _once(
+        self, sock: socket.socket | None, num_closes: int, op: Op, name: str, body: Payload
+    ) -> tuple[Status, memoryview]:
+        sock = sock or self._connect(num_closes)
         try:
             wire.send_frame(sock, wire.request_head(op, name), body)
             answer = _arrived(wire.receive_answer(sock), "the connection was closed")
         except BaseException:
             self._throw_away(sock)
             raise
-        self._give_back(sock)
+        self._give_back(sock, num_closes)
         return answer
 
-    def _connect(self) -> socket.socket:
-        num_closes = self._num_closes
-        sock = socket.create_connection((self._host, self._port), timeout=self._timeout_s)
-        with self._lock:
-            self._busy.add(sock)
-            was_closed = num_closes != self._num_closes  # by a close() that did not know this connection yet
-        if was_closed:
-            self._throw_away(sock)
-            message = "it was closed while it connected"
-            raise ConnectionAbortedError(message)
+    def _connect(self, num_closes: int) -> socket.socket:
+        sock = self._reach(num_closes)
         try:
             wire.set_limits(sock, send_s=self._timeout_s, receive_s=self._timeout_s)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -153,17 +153,63 @@ class StoreClient:
             raise
         return sock
 
-    def _take_idle(self) -> socket.socket | None:
+    def _reach(self, num_closes: int) -> socket.socket:
+        """Connect to the first of the host's addresses that answers."""
+        lost = OSError("the host has no address")
+        for family, kind, protocol, _, place in socket.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM):
+            try:
+                sock = socket.socket(family, kind, protocol)
+            except OSError as error:  # a family that this machine does not speak
+                lost = error
+                continue
+            try:
+                self._begin_connecting(sock, place, num_closes)
+                self._await_connected(sock)
+            except BaseException as error:
+                self._throw_away(sock)
+                if not isinstance(error, OSError):
+                    raise
+                lost = error
+            else:
+                return sock
+            if num_closes != self._num_closes:
+                message = "it was closed while it connected"
+                raise ConnectionAbortedError(message) from lost
+        raise lost
+
+    def _begin_connecting(self, sock: socket.socket, place: Any, num_closes: int) -> None:
+        """Begin, unless closed. It is one step for ``close``, whose shutdown ends a connection that has begun, and no other."""
+        sock.settimeout(0.0)
+        with self._lock:
+            if num_closes != self._num_closes:
+                raise ConnectionAbortedError
+            self._busy.add(sock)
+            code = sock.connect_ex(place)
+        if code not in {0, errno.EINPROGRESS}:
+            raise OSError(code, os.strerror(code))
+
+    def _await_connected(self, sock: socket.socket) -> None:
+        poll = select.poll()
+        poll.register(sock, select.POLLOUT)
+        if not poll.poll(min(self._timeout_s * 1000, _MAX_POLL_MS)):
+            message = "timed out"
+            raise TimeoutError(message)
+        code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if code:
+            raise OSError(code, os.strerror(code))
+
+    def _begin(self) -> tuple[int, socket.socket | None]:
+        """Begin a request: say after how many closes, and which connection it may use, if there is one."""
         with self._lock:
             sock = self._idle.pop() if self._idle else None
             if sock is not None:
                 self._busy.add(sock)
-            return sock
+            return self._num_closes, sock
 
-    def _give_back(self, sock: socket.socket) -> None:
+    def _give_back(self, sock: socket.socket, num_closes: int) -> None:
         with self._lock:
             self._busy.discard(sock)
-            if len(self._idle) < _MAX_IDLE:
+            if num_closes == self._num_closes and len(self._idle) < _MAX_IDLE:
                 self._idle.append(sock)
                 return
         sock.close()
