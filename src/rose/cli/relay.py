@@ -186,7 +186,7 @@ def _is_lasting(error: TransportError) -> bool:
 
 
 def _end(relay: ClusterRelay, server: StoreServer, upstream: Transport) -> None:
-    """End what is served and followed, also when the origin answers nobody.
+    """End what is served and followed, also when the origin answers nobody; a name that is being looked up is waited for.
 
     Closing the origin's transport ends what waits for it. A request that had passed the relay's last look at the interruption,
     but not reached the transport, would open it again, so it is closed until nothing is left.

@@ -62,16 +62,20 @@ class PushReport:
 
     @property
     def is_with_nobody(self) -> bool:
-        """Return whether no engine is known to have the version, to be on the way to it, or to do without it."""
+        """Return whether some engines could not take the version, and no other is known to have it, to be on the way to it, or to do without it."""
         if self.sync is None:
             return self.error is not None
         does_without = any(plan.reason is PullReason.STILL_ADMISSIBLE for plan in self.sync.put_off.values())
-        return bool(self.sync.errors or self.sync.put_off) and not (_has_reached_any(self.sync) or does_without)
+        return bool(self.sync.errors) and not (_has_reached_any(self.sync) or does_without)
 
     @property
     def is_store_away(self) -> bool:
-        """Return whether no engine has the version because some could not reach the store; ``STORE_ADVICE`` is what to look at."""
-        return self.sync is not None and bool(_why_away(self.sync))
+        """Return whether no engine took the version and that they could not reach the store is all that is known; ``STORE_ADVICE`` is what to look at then."""
+        return (
+            self.is_with_nobody
+            and bool(self.errors)
+            and all(isinstance(error, TransportError) for error in self.errors.values())
+        )
 
     @property
     def errors(self) -> Mapping[EngineId, Exception]:
@@ -107,7 +111,7 @@ class WeightPush:
         self._place, self._trainer, self._run = place, trainer, WeightVersion(run, 0).run  # checks the name
         self._publish_timeout_s, self._sync_timeout_s = publish_timeout_s, sync_timeout_s
         self._sync_retry_s, self._is_sync_awaited = sync_retry_s, is_sync_awaited
-        self._store: Transport | None = None
+        self._store: _OpenStore | None = None
         self._offer: StoreOffer
         self._publisher: Publisher | None = None
 
@@ -134,7 +138,7 @@ class WeightPush:
         return self._synced(publish)
 
     def close(self) -> None:
-        """Let go of the store. What was published stays there. Idempotent."""
+        """Let go of the store, and ask for no sync again. What was published stays there. Idempotent."""
         if self._publisher is not None:
             self._publisher.close()
         if self._store is not None:
@@ -144,10 +148,11 @@ class WeightPush:
     def _opened(self) -> Publisher:
         if self._publisher is None:
             if self._store is None:
-                self._store, self._offer = self._place.open_store()
+                transport, self._offer = self._place.open_store()
+                self._store = _OpenStore(transport)
             self._publisher = Publisher(
                 self._trainer,
-                self._store,
+                self._store.transport,
                 run=self._run,
                 targets=self._offer.layouts(list(self._trainer.tensors().values())),
                 timeout_s=self._publish_timeout_s,
@@ -170,10 +175,39 @@ class WeightPush:
         return PushReport(publish=publish, sync=sync.report)
 
 
+class _OpenStore:
+    """A store that a push has open. Syncs outlive the push and ask no more of it then."""
+
+    def __init__(self, transport: Transport) -> None:
+        self.transport = transport
+        self.closed = threading.Event()
+        self._reading = threading.Lock()
+
+    def newest(self) -> WeightVersion | None:
+        """Return the version that it shows.
+
+        Raises:
+            TransferError: It was closed, or shows something else.
+            TransportError: It cannot be reached.
+        """
+        with self._reading:
+            if self.closed.is_set():
+                message = "the push was closed"
+                raise TransferError(message)
+            key = self.transport.read_pointer(POINTER)
+        return None if key is None else version_of_key(key)
+
+    def close(self) -> None:
+        """Close it, after what is being read."""
+        self.closed.set()
+        with self._reading:
+            self.transport.close()
+
+
 class _Sync:
     """One sync of the pool, in a thread of its own, so that a trainer need not wait for it."""
 
-    def __init__(self, place: PoolPlace, store: Transport, version: WeightVersion, *, retry_s: float) -> None:
+    def __init__(self, place: PoolPlace, store: _OpenStore, version: WeightVersion, *, retry_s: float) -> None:
         self.report: SyncReport | None = None
         self.error: RoseError | None = None
         self._ended = threading.Event()
@@ -206,35 +240,36 @@ class _Sync:
 
     def _asked(self) -> SyncReport:
         failing_since_s: float | None = None
+        errors: dict[EngineId, Exception] = {}
         while True:
             self._asked_s = time.monotonic()
             report: SyncReport | None = None
             failed: RoseError | None = None
             try:
                 report = self._ask()
+                errors |= report.errors
                 why = _why_away(report)
             except (ConfigError, _VersionLostError):
                 raise
             except RoseError as error:
                 failed, why = error, str(error)
             if report is not None and not why:
-                return report
+                return _with_errors(report, errors)
             now_s = time.monotonic()
             if failing_since_s is None:
                 failing_since_s = now_s
                 _logger.warning(
                     "no engine is at %s yet (%s); asked for again for %g s", self._version, why, self._retry_s
                 )
-            if now_s + _REST_S > failing_since_s + self._retry_s:
+            self._asked_s = now_s + _REST_S  # nobody is to give up in between
+            if now_s + _REST_S > failing_since_s + self._retry_s or self._store.closed.wait(_REST_S):
                 if report is not None:
-                    return report
+                    return _with_errors(report, errors)
                 assert failed is not None  # noqa: S101 - one of the two is there
                 raise failed
-            self._asked_s = now_s + _REST_S  # nobody is to give up in between
-            time.sleep(_REST_S)
 
     def _ask(self) -> SyncReport:
-        address = self._store.address()
+        address = self._store.transport.address()
         body = {"address": {"name": address.name, **dict(address.options)}}
         report = sync_report_from_plain(self._place.call("POST", "/v1/sync", body, timeout_s=float("inf")))
         if report.unchanged and not report.activations:
@@ -248,8 +283,7 @@ class _Sync:
             TransferError: It no longer has the version.
             TransportError: It cannot be reached.
         """
-        key = self._store.read_pointer(POINTER)
-        newest = None if key is None else version_of_key(key)
+        newest = self._store.newest()
         if newest is None or newest.run != self._version.run or newest.n < self._version.n:
             held = "nothing" if newest is None else newest
             message = (
@@ -265,6 +299,14 @@ class _VersionLostError(TransferError):
 
 def _has_reached_any(report: SyncReport) -> bool:
     return bool(report.activations or report.unchanged)
+
+
+def _with_errors(report: SyncReport, errors: Mapping[EngineId, Exception]) -> SyncReport:
+    """Add what earlier asks told of engines that are not in this report: one that was lost is asked no more."""
+    named = {*report.activations, *report.unchanged, *report.put_off}
+    return attrs.evolve(
+        report, errors={name: error for name, error in {**errors, **report.errors}.items() if name not in named}
+    )
 
 
 def _why_away(report: SyncReport) -> str:

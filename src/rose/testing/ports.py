@@ -1,7 +1,7 @@
 """Ports for programs that take a number, not a socket.
 
 The kernel gives outgoing connections ports of its ephemeral range, at any time: one that was free there a moment ago may be
-taken when a program comes to listen on it. So ports are drawn outside that range.
+taken when a program comes to listen on it. So ports are drawn outside that range, as long as there are some.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _TAKEN = (errno.EADDRINUSE, errno.EACCES)
 
 
 def free_ports(count: int) -> list[int]:
-    """Draw ports on which nothing listens on loopback and which the kernel gives to no connection.
+    """Draw ports on which nothing listens on loopback and which the kernel gives to no connection; where the ephemeral range leaves too few, of all.
 
     They are not held: a later draw, of any process, may give one again before it is used, which is unlikely.
 
@@ -36,8 +36,12 @@ def free_ports(count: int) -> list[int]:
         for port in random.SystemRandom().sample(candidates, len(candidates)):
             if len(found) == count:
                 break
-            if _is_bound(held.enter_context(socket.socket()), port):
+            sock = socket.socket()
+            if _is_bound(sock, port):
+                held.enter_context(sock)
                 found.append(port)
+            else:
+                sock.close()
     if len(found) < count:
         message = f"{count} free ports were asked for, but of {candidates.start}-{candidates.stop - 1} only {len(found)} are free"
         raise OSError(errno.EADDRNOTAVAIL, message)
@@ -45,17 +49,12 @@ def free_ports(count: int) -> list[int]:
 
 
 def _candidates(count: int) -> range:
-    """Return the ports below the ephemeral range, or those above it when there are too few below.
-
-    Raises:
-        OSError: There are too few above, too.
-    """
+    """Return the ports below the ephemeral range; those above it when there are too few below, and all when there are too few there, too."""
     low, high = ephemeral_range()
     for candidates in (range(_FIRST, low), range(max(high + 1, _FIRST), _LAST + 1)):
         if len(candidates) >= count:
             return candidates
-    message = f"{count} free ports were asked for, but outside {low}-{high}, the ephemeral range, there are not so many"
-    raise OSError(errno.EADDRNOTAVAIL, message)
+    return range(_FIRST, _LAST + 1)
 
 
 def ephemeral_range() -> tuple[int, int]:

@@ -7,7 +7,7 @@ Invariants:
 * What ``get`` returns is what the origin holds or held under that key: keys are written once, so copies do not age.
 * Pointers are hardly older than ``pointer_age_s``, and never older than a ``compare_and_set`` that went through this relay.
 * Writes go through to the origin before they return.
-* Once interrupted, nothing begins at the origin, and no follower is left that begins anything.
+* Once interrupted, nothing begins at the origin but what had passed the last look at that, and no follower is left that begins anything.
 
 A ``get`` that meets a transfer or a wait (``get_when_ready``) for the same key shares its end. After a miss it asks once more, since the
 other may have looked before the blob came: of a blob that is not there it learns at most twice ``WAIT_SLICE_S`` late.

@@ -19,6 +19,7 @@ from rose.backends.memory import MemoryTransport
 from rose.cli import relay, stores
 from rose.cli.main import main
 from rose.errors import ConfigError, TransportError
+from rose.testing.ports import free_ports
 from rose.transfer.cluster import ClusterRelay
 
 
@@ -145,8 +146,7 @@ def test_an_origin_that_is_not_there_is_told(
 def test_an_origin_may_come_a_moment_later(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(stores.TOKEN_VARIABLE, "t")
     monkeypatch.setattr(relay, "_CHECK_S", 60.0)
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+    (port,) = free_ports(1)
     origin = MemoryTransport()
     show = relay._print
 

@@ -26,6 +26,7 @@ from rose.policies.weight_pull import PullAction, PullPlan, PullReason
 from rose.pool import SyncReport
 from rose.pool.store_offer import StoreOffer, TargetShape
 from rose.testing import FakeEngine, Fault, FaultKind
+from rose.testing.ports import free_ports
 from rose.transfer.publisher import PublishReport
 from rose.transfer.relay import POINTER, read_manifest
 from rose.types import EngineId, TransportAddress, WeightVersion
@@ -45,7 +46,9 @@ async def site(
 ) -> AsyncIterator[tuple[PoolPlace, MemoryTransport]]:
     store = MemoryTransport()
     with contextlib.closing(store):
-        offer = StoreOffer(address=store.serve(), targets=targets, model=MODEL) if has_store else None
+        offer = (
+            StoreOffer(address=store.serve(port=free_ports(1)[0]), targets=targets, model=MODEL) if has_store else None
+        )
         async with (
             RolloutPool(engines) as pool,
             serve_pool(PoolService(pool, name="toy", store=offer, **options)) as url,
@@ -137,15 +140,52 @@ async def test_a_version_that_no_engine_took_is_with_nobody() -> None:
 NO_ENGINE = SyncReport(activations={}, unchanged=(), errors={})
 
 
-@pytest.mark.parametrize("error", [TransferError("no"), None])
 @pytest.mark.parametrize("reason", [PullReason.STILL_ADMISSIBLE, PullReason.LOAN_TOO_SHORT])
-def test_a_version_that_a_lent_engine_puts_off_is_with_nobody_unless_it_does_without(
-    reason: PullReason, error: RoseError | None
-) -> None:
+def test_a_version_that_a_lent_engine_puts_off_is_with_nobody_unless_it_does_without(reason: PullReason) -> None:
     put_off = {EngineId("lent"): PullPlan(action=PullAction.WAIT, reason=reason)}
-    report = attrs.evolve(NO_ENGINE, errors={EngineId("e0"): error} if error else {}, put_off=put_off)
+    report = attrs.evolve(NO_ENGINE, errors={EngineId("e0"): TransferError("no")}, put_off=put_off)
     is_with_nobody = PushReport(publish=cast("PublishReport", None), sync=report).is_with_nobody
     assert is_with_nobody is (reason is not PullReason.STILL_ADMISSIBLE)
+
+
+def test_the_store_is_what_to_look_at_where_nothing_else_is_known() -> None:
+    away, other = {EngineId("e0"): TransportError("away")}, {EngineId("e1"): TransferError("no such tensor")}
+    for errors, is_store_away in ((away, True), (other, False), (away | other, False), ({}, False)):
+        report = attrs.evolve(NO_ENGINE, errors=errors)
+        assert PushReport(publish=cast("PublishReport", None), sync=report).is_store_away is is_store_away
+
+
+@pytest.mark.parametrize("is_answered", [True, False])
+async def test_a_sync_that_outlives_its_push_asks_no_more_and_leaves_the_store_alone(
+    monkeypatch: pytest.MonkeyPatch, *, is_answered: bool
+) -> None:
+    call, asked, asking, closed = PoolPlace.call, [], threading.Event(), threading.Event()
+
+    def late(self: PoolPlace, method: str, path: str, body: object = None, *, timeout_s: float) -> Any:
+        if path != "/v1/sync":
+            return call(self, method, path, body, timeout_s=timeout_s)
+        asked.append(threading.current_thread())
+        asking.set()
+        assert closed.wait(20)
+        if not is_answered:
+            message = "away"
+            raise TransportError(message)
+        return {"activations": {}, "unchanged": ["e0", "e1"], "errors": {}, "put_off": {}}
+
+    monkeypatch.setattr("rose.frameworks.push._REST_S", 30.0)
+    monkeypatch.setattr(PoolPlace, "call", late)
+    async with site(engines()) as (place, _):
+        ranks = pushes(place, is_sync_awaited=False, sync_retry_s=100.0)
+        await push(ranks, 0.0)
+        assert await asyncio.to_thread(asking.wait, 20)
+        store = ranks[0][1]._store
+        assert store is not None
+        ranks[0][1].close()
+        monkeypatch.setattr(store.transport, "read_pointer", lambda _: pytest.fail("it was closed"))
+        closed.set()
+        await asyncio.to_thread(asked[0].join, 20)
+        assert not asked[0].is_alive()
+        assert len(asked) == 1
 
 
 def test_a_version_is_with_nobody_where_errors_are_all_there_is() -> None:
@@ -338,6 +378,7 @@ async def test_an_engine_that_fails_or_waits_beside_one_that_is_away_does_not_en
         assert (len(staged), set(report.sync.activations)) == (1, {"e1"}), "one engine has it: turns go on"
         return
     assert (len(staged), set(report.sync.activations)) == (3, {"e0"})
+    assert set(report.errors) == (set() if beside == "put off" else {"e1"}), "it is asked no more, and still told of"
     told = [record.message for record in caplog.records if "asked for again" in record.message]
     assert told == ["no engine is at toy-1:0 yet (engine e0: away); asked for again for 5 s"]
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import attrs
 
-from rose.errors import ConfigError, RoseError
+from rose.errors import ConfigError, RoseError, TransportError
 from rose.frameworks import STORE_ADVICE, HeldPool, PoolPlace, PushReport, StreamedTrainer, WeightPush, WeightsWatch
 from rose.types import Turn, TurnResult, WeightVersion
 from rose_openrlhf.broadcast import BroadcastMember
@@ -160,9 +160,10 @@ def check_first(report: PushReport) -> None:
     """
     if report.error is not None:
         raise report.error
-    if not (report.is_with_nobody and report.errors):
+    if not report.is_with_nobody:
         return
-    engine_id, error = next(iter(report.errors.items()))
+    lasting = {engine_id: error for engine_id, error in report.errors.items() if not isinstance(error, TransportError)}
+    engine_id, error = next(iter((lasting or report.errors).items()))
     if report.is_store_away:
         message = f"no engine of the pool has the weights of --actor.model_name_or_path: {STORE_ADVICE}. Engine {engine_id} says: {error}"
         raise ConfigError(message)

@@ -306,6 +306,12 @@ def test_a_store_that_no_engine_reaches_is_no_wrong_model():
     assert "same model" not in str(caught.value)
 
 
+def test_a_wrong_model_is_told_beside_an_engine_that_is_away():
+    errors = {"e0": TransportError("away"), "e1": LayoutMismatchError("layer 0 is unknown")}
+    with pytest.raises(ConfigError, match=r"same model.*Engine e1 says: layer 0 is unknown"):
+        check_first(report_of(errors=errors))
+
+
 def test_a_first_sync_that_failed_as_a_whole_is_told_in_its_own_words():
     with pytest.raises(TransportError, match="the pool is away"):
         check_first(PushReport(publish=None, problem="the pool is away", error=TransportError("the pool is away")))

@@ -89,7 +89,7 @@ class StoreClient:
         self._call(Op.INVALIDATE, key, wire.pack_strings([damaged]))
 
     def close(self) -> None:
-        """Close the connections, which ends requests that wait or connect; the next request would open one again."""
+        """Close the connections, which ends requests that wait or connect, though none that looks the host's name up; the next request would open one again."""
         with self._lock:
             self._num_closes += 1
             for sock in self._busy:
@@ -178,7 +178,7 @@ class StoreClient:
         raise lost
 
     def _begin_connecting(self, sock: socket.socket, place: Any, num_closes: int) -> None:
-        """Begin, unless closed. It is one step for ``close``, whose shutdown ends a connection that has begun, and no other."""
+        """Begin, unless closed. To make it known and to begin are one step under the lock, since a shutdown before the beginning has no effect."""
         sock.settimeout(0.0)
         with self._lock:
             if num_closes != self._num_closes:
