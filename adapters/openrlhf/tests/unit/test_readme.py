@@ -1,11 +1,14 @@
 """The README says what is true; its commands are run by ``tests/stock``."""
 
+import os
 import re
 import subprocess
+import sys
+from pathlib import Path
 
 import attrs
 
-from harness import ADAPTER, readme_commands
+from harness import ADAPTER, SMALL, readme_commands
 from rose_openrlhf.flags import Options, read_job, read_options
 from rose_openrlhf.versions import TESTED
 
@@ -58,3 +61,19 @@ def test_the_pool_of_the_readme_is_a_job_file(tmp_path):
     on_nodes = load_job(JobConfig, tmp_path / "nodes.toml")
     assert on_nodes.service.listen == "10.0.0.5:7100"
     assert on_nodes.service.tokens[0].name == on_nodes.job.name
+
+
+def test_the_way_to_try_it_without_a_gpu_makes_its_files_and_gives_its_flags(tmp_path):
+    """The trainer's own command is left out: whole runs give the same one."""
+    (block,) = re.findall(r"```sh\n(.*?)```", TEXT, re.DOTALL)
+    for name in ("tests", "examples"):
+        (tmp_path / name).symlink_to(ADAPTER / name)
+    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    told = 'bash() { printf "%s\n" "$@"; }\n'
+    done = subprocess.run(
+        ["bash", "-euc", told + block], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "model" / "config.json").exists()
+    assert len((tmp_path / "prompts.jsonl").read_text().splitlines()) == 6
+    assert done.stdout.split()[:-2] == ["examples/grpo.sh", *SMALL]
