@@ -43,7 +43,7 @@ class Pool:
         if self.is_away:
             message = "away"
             raise TransportError(message)
-        return SimpleNamespace(version=self.version)
+        return SimpleNamespace(version=self.version, waiting={}, engines=())
 
     async def generate(self, turn: Turn) -> TurnResult:
         self.turns.append(turn)

@@ -118,3 +118,15 @@ def _leaves(value: Any, path: tuple[str, ...] = ()) -> list[tuple[tuple[str, ...
     if isinstance(value, dict) and value:
         return [leaf for key, below in value.items() for leaf in _leaves(below, (*path, key))]
     return [(path, value)]
+
+
+def test_the_way_without_an_accelerator_is_that_of_the_real_tests() -> None:
+    """They run the same script, and make the same policy."""
+    (block,) = blocks("sh")
+    made, ran = block.splitlines()[1:]
+    assert "real_tools.make_policy(pathlib.Path(" in made
+    assert "def make_policy(path: Path, " in (ROOT / "tests" / "real_tools.py").read_text()
+    script, url, model, steps = ran.split()[1:]
+    assert (ROOT / script).name == "real_pipeline.py"
+    assert "python tests/real_pipeline.py POOL_URL MODEL [STEPS]" in (ROOT / script).read_text()
+    assert (url, model, steps) == ("http://127.0.0.1:7100", "$PWD/policy", "2")

@@ -11,6 +11,7 @@ from rose.frameworks.neutral import NEUTRAL, TEXT_ONLY, is_neutral
 from rose.frameworks.place import PoolPlace
 from rose.frameworks.push import STORE_ADVICE, PushReport, WeightPush
 from rose.frameworks.watch import WeightsWatch
+from rose.pool import PoolSnapshot
 
 __all__ = [
     "NEUTRAL",
@@ -18,6 +19,7 @@ __all__ = [
     "TEXT_ONLY",
     "HeldPool",
     "PoolPlace",
+    "PoolSnapshot",
     "PushReport",
     "ShardedTrainer",
     "StreamedTrainer",

@@ -1,9 +1,11 @@
-"""Turns whose weights the pool has lost are ended, long before their deadline.
+"""Turns whose weights the pool has lost are ended, long before their deadline; that no engine takes turns is said.
 
-A pool that was started anew knows nothing of a job, and a turn that asks for the job's weights would wait there until its deadline.
+A pool that was started anew knows nothing of a job, and a turn that asks for the job's weights would wait there until its deadline. One whose
+engines are all lost ends turns by itself, but late, since an engine may join; a job should not wait for that in silence.
 
 Invariants: the pool is looked at only while turns are under way; no turn is ended before the pool is known to have had the job's weights; one that is has one
-error, which says what the pool has instead, and keeps its tokens; a caller's cancellation is the turn's own, and returns when that has ended.
+error, which says what the pool has instead, and keeps its tokens; an outage of the engines
+is told once and ends nothing; a caller's cancellation is the turn's own, and returns when that has ended.
 """
 
 from __future__ import annotations
@@ -16,9 +18,12 @@ from collections.abc import Awaitable, Callable
 import attrs
 
 from rose.errors import RoseError, TurnFailedError
+from rose.pool import EngineState, PoolSnapshot, WaitReason
 from rose.types import TurnResult, WeightVersion
 
 _logger = logging.getLogger(__name__)
+_GONE = (EngineState.DRAINING, EngineState.FENCED, EngineState.LOST)
+"""An engine in another state takes turns, or soon will."""
 
 
 @attrs.define(kw_only=True, eq=False)
@@ -26,16 +31,16 @@ class WeightsWatch:
     """Watches over turns at a pool, for the coroutines of one event loop.
 
     Args:
-        version: Asks the pool which weights it was brought to.
+        snapshot: Reads the pool: the weights that it was brought to, and its engines.
         launch: The run that versions of this launch's weights are of; ``None`` where that is not known: weights of any run pass for them then.
         patience_s: How long it may be at others, where the next sync may bring it back.
         pause_s: Between two looks.
         advice: What the user should do then; ends the error.
-        tell: Hears the error once, however many turns it ends.
+        tell: Hears of lost weights, and of an outage of the engines, once each, however many turns are under way.
         rest, clock: Tests give their own.
     """
 
-    version: Callable[[], Awaitable[WeightVersion | None]]
+    snapshot: Callable[[], Awaitable[PoolSnapshot]]
     launch: str | None
     patience_s: float
     pause_s: float
@@ -47,6 +52,7 @@ class WeightsWatch:
     _looking: asyncio.Task[None] | None = attrs.field(default=None, init=False)
     _was_there: bool = attrs.field(default=False, init=False)
     _lost_since_s: float | None = attrs.field(default=None, init=False)
+    _is_out: bool = attrs.field(default=False, init=False)
 
     async def guard(self, turn: asyncio.Future[TurnResult]) -> TurnResult:
         """Wait for a turn that is under way at the pool.
@@ -95,12 +101,14 @@ class WeightsWatch:
         while self._turns:
             await self.rest(self.pause_s)
             try:
-                found = await self.version()
+                snapshot = await self.snapshot()
             except RoseError:
                 continue  # a pool out of reach is the turns' own affair
             except Exception as error:  # noqa: BLE001 - the root of a task, whose end nobody would see
-                _logger.warning("what the pool says of its weights is not understood", exc_info=error)
+                _logger.warning("what the pool says of itself is not understood", exc_info=error)
                 continue
+            self._note_engines(snapshot)
+            found = snapshot.version
             if self.note(found) or not self._was_there:
                 self._lost_since_s = None
                 continue
@@ -111,6 +119,16 @@ class WeightsWatch:
             if now_s - self._lost_since_s >= self.patience_s:
                 self._end_all(found)
                 return
+
+    def _note_engines(self, snapshot: PoolSnapshot) -> None:
+        num_waiting = snapshot.waiting.get(WaitReason.NO_READY_ENGINE, 0)
+        was_out, self._is_out = self._is_out, num_waiting > 0 and all(one.state in _GONE for one in snapshot.engines)
+        if self._is_out and not was_out:
+            named = ", ".join(f"{one.engine_id} is {one.state.value}" for one in snapshot.engines) or "it has none"
+            self.tell(
+                f"no engine of the pool takes turns, and {num_waiting} wait ({named}; GET /v1/pool says more): they go on "
+                "when an engine joins, and fail after the no_engine_timeout_s of the pool's job file"
+            )
 
     def _end_all(self, found: WeightVersion | None) -> None:
         name = "" if self.launch is None else f", {self.launch}"

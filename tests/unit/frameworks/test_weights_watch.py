@@ -11,7 +11,8 @@ pytest.importorskip("aiohttp", reason="aiohttp is not installed: pip install 'ro
 
 from rose.errors import TransportError, TurnFailedError
 from rose.frameworks import WeightsWatch
-from rose.types import FinishReason, TurnResult, VersionSpan, WeightVersion
+from rose.pool import EngineState, EngineView, PoolSnapshot, WaitReason
+from rose.types import EngineKind, FinishReason, TurnResult, VersionSpan, WeightVersion
 
 RESULT = TurnResult(token_ids=(7,), logprobs=(-0.5,), finish_reason=FinishReason.STOP, versions=(), hops=())
 PARTIAL = TurnResult(token_ids=(5,), logprobs=(-0.1,), finish_reason=FinishReason.ABORTED, versions=(), hops=())
@@ -26,9 +27,11 @@ class Waiting:
         self.answers = asyncio.Event()
         self.num_cancelled = 0
         self.told: list[str] = []
+        self.states: list[tuple[EngineState, ...]] = [(EngineState.READY,)]
+        self.waiting: dict[WaitReason, int] = {}
         self.done: asyncio.Future[TurnResult] = asyncio.get_running_loop().create_future()
         self.watch = WeightsWatch(
-            version=self.version,
+            snapshot=self.snapshot,
             launch=launch,
             patience_s=60.0,
             pause_s=15.0,
@@ -53,12 +56,22 @@ class Waiting:
             raise
         return RESULT
 
-    async def version(self) -> WeightVersion | None:
+    async def snapshot(self) -> PoolSnapshot:
         self.num_looks += 1
         found = self.versions.pop(0) if len(self.versions) > 1 else self.versions[0]
         if isinstance(found, Exception):
             raise found
-        return found
+        states = self.states.pop(0) if len(self.states) > 1 else self.states[0]
+        return PoolSnapshot(
+            num_live_turns=2,
+            num_waiting=sum(self.waiting.values()),
+            waiting=self.waiting,
+            engines=tuple(
+                EngineView(engine_id=f"own{n}", kind=EngineKind.DEDICATED, state=state)
+                for n, state in enumerate(states)
+            ),
+            version=found,
+        )
 
     async def rest(self, seconds: float) -> None:
         self.now_s += seconds
@@ -217,3 +230,43 @@ async def test_a_turn_s_own_error_is_its_caller_s() -> None:
     pool.done.set_exception(TransportError("gone"))
     with pytest.raises(TransportError, match="gone"):
         await pool.watch.guard(pool.done)
+
+
+LOST, READY, UPDATING = EngineState.LOST, EngineState.READY, EngineState.UPDATING
+
+
+async def test_that_every_engine_is_lost_is_told_once_an_outage_and_ends_nothing() -> None:
+    pool = Waiting(OURS)
+    pool.waiting = {WaitReason.NO_READY_ENGINE: 2}
+    pool.states = [(READY, LOST), (LOST, LOST), (LOST, LOST), (UPDATING, LOST), (LOST, LOST), (LOST, LOST)]
+    assert await asyncio.gather(pool.run(), pool.run()) == [RESULT] * 2
+    assert len(pool.told) == 2, "one for each outage"
+    assert pool.told[0] == pool.told[1]
+    assert pool.told[0].startswith(
+        "no engine of the pool takes turns, and 2 wait (own0 is lost, own1 is lost; GET /v1/pool"
+    )
+
+
+@pytest.mark.parametrize(
+    ("states", "waiting"),
+    [
+        ((LOST, UPDATING), {WaitReason.NO_READY_ENGINE: 2}),
+        ((LOST, EngineState.JOINING), {WaitReason.NO_READY_ENGINE: 2}),
+        ((READY,), {WaitReason.SLOTS: 2}),
+        ((LOST,), {}),
+    ],
+)
+async def test_turns_that_an_engine_will_take_are_no_outage(
+    states: tuple[EngineState, ...], waiting: dict[WaitReason, int]
+) -> None:
+    pool = Waiting(OURS)
+    pool.states, pool.waiting = [states], waiting
+    assert await pool.run() == RESULT
+    assert pool.told == []
+
+
+async def test_a_pool_without_engines_says_so() -> None:
+    pool = Waiting(OURS)
+    pool.states, pool.waiting = [()], {WaitReason.NO_READY_ENGINE: 1}
+    assert await pool.run() == RESULT
+    assert "1 wait (it has none;" in pool.told[0]

@@ -14,7 +14,7 @@ import attrs
 
 from rose.errors import ConfigError, RoseError, TransportError
 from rose.frameworks import STORE_ADVICE, HeldPool, PoolPlace, PushReport, StreamedTrainer, WeightPush, WeightsWatch
-from rose.types import Turn, TurnResult, WeightVersion
+from rose.types import Turn, TurnResult
 from rose_openrlhf.broadcast import BroadcastMember
 from rose_openrlhf.checkpoint import initial_weights
 from rose_openrlhf.flags import Options
@@ -82,7 +82,7 @@ class FrontActor(PoolFront):
         pool = await self._pool.get()
         limits = TurnLimits(deadline_s=options.turn_deadline_s, retry_s=options.retry_s)
         watch = self._watch = WeightsWatch(
-            version=lambda: _version_of(pool),
+            snapshot=pool.snapshot,
             launch=settings.run,
             patience_s=options.retry_s,
             pause_s=min(_LOOK_S, options.retry_s / 4),
@@ -135,11 +135,6 @@ class FrontActor(PoolFront):
         if self._watch is not None and report.sync is not None and (report.sync.activations or report.sync.unchanged):
             self._watch.note(report.version)
         _logger.info("%s", describe(report))
-
-
-async def _version_of(pool: Any) -> WeightVersion | None:
-    version: WeightVersion | None = (await pool.snapshot()).version
-    return version
 
 
 def describe(report: PushReport) -> str:

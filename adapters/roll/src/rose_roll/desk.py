@@ -18,8 +18,8 @@ from typing import Any
 import attrs
 
 from rose.errors import RoseError
-from rose.frameworks import WeightsWatch
-from rose.types import FinishReason, Sampling, Turn, TurnResult, WeightVersion
+from rose.frameworks import PoolSnapshot, WeightsWatch
+from rose.types import FinishReason, Sampling, Turn, TurnResult
 from rose_roll.options import RoseOptions
 from rose_roll.partials import NOTHING, ended, join, remaining
 from rose_roll.patience import MENDABLE, Patience
@@ -72,7 +72,7 @@ class Desk:
         self._live: dict[str, _Live] = {}
         self._asking = asyncio.Lock()
         self._watch = WeightsWatch(
-            version=self._version,
+            snapshot=self._snapshot,
             launch=None,  # the learner's affair; who asks for turns is never told
             patience_s=options.give_up_s,
             pause_s=min(_LOOK_S, options.give_up_s / 4),
@@ -173,11 +173,11 @@ class Desk:
         """Ask the pool for its version where what is known is old: one turn asks, the others wait for the answer."""
         async with self._asking:
             if self.versions.is_old():
-                version = await self._version()
+                version = (await self._snapshot()).version
                 self._watch.note(version)
                 self.versions.note(version)
 
-    async def _version(self) -> WeightVersion | None:
-        snapshot = self._pool.snapshot()
-        version: WeightVersion | None = (await snapshot if asyncio.iscoroutine(snapshot) else snapshot).version
-        return version
+    async def _snapshot(self) -> PoolSnapshot:
+        found = self._pool.snapshot()
+        snapshot: PoolSnapshot = await found if asyncio.iscoroutine(found) else found
+        return snapshot

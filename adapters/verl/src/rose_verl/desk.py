@@ -21,7 +21,7 @@ from typing import Any
 import attrs
 
 from rose.errors import RoseError, TransportError, TurnFailedError
-from rose.frameworks import HeldPool, WeightsWatch
+from rose.frameworks import HeldPool, PoolSnapshot, WeightsWatch
 from rose.types import AnyVersion, AtLeast, FinishReason, Turn, TurnResult, WeightVersion
 from rose_verl.board import News
 from rose_verl.fields import Answer, answer_of, sampling_of
@@ -158,10 +158,9 @@ class Desk:
                 self._pool.give_up(pool)
             raise
 
-    async def _version(self) -> WeightVersion | None:
+    async def _snapshot(self) -> PoolSnapshot:
         assert self._pool is not None  # noqa: S101 - the first news came
-        version: WeightVersion | None = (await (await self._pool.get()).snapshot()).version
-        return version
+        return await (await self._pool.get()).snapshot()
 
     # News.
 
@@ -183,7 +182,7 @@ class Desk:
         if self._pool is None:
             self._pool = HeldPool(self._settings.place)
             self._watch = WeightsWatch(
-                version=self._version,
+                snapshot=self._snapshot,
                 launch=self._run,
                 patience_s=0.0,
                 pause_s=_WATCH_S,

@@ -67,7 +67,7 @@ def guard(tokens: Sequence[TokenConfig]) -> Any:
         if sender is None and request.path not in _OPEN_PATHS:
             message = "this needs a bearer token: Authorization: Bearer ..."
             if header.lower().startswith(_SCHEME):
-                message = "unknown token: no [[tokens]] of this service has its sha256"
+                message = "unknown token: none of the tokens that this service lists has its sha256"
             answer = error_response(401, "unauthorized", message)
             answer.headers["WWW-Authenticate"] = "Bearer"
             return answer
