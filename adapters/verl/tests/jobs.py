@@ -170,3 +170,9 @@ def on_pool(url):
         "+actor_rollout_ref.rollout.agent.agent_loop_manager_class=rose_verl.agents.RoseAgentLoopManager",
         f"+actor_rollout_ref.rollout.engine_kwargs.rose.pool={url}",
     ]
+
+
+if __name__ == "__main__":  # POLICY TASK POOL_URL STEPS, and what else the trainer is to be told
+    policy, task, pool, steps, *more = sys.argv[1:]
+    command = [sys.executable, "-m", "verl.trainer.main_ppo", *toy_job(policy, task, pool, num_steps=steps), *more]
+    sys.exit(subprocess.call(command, env=environment(VERL_USE_EXTERNAL_MODULES="cpu_platform")))

@@ -161,6 +161,21 @@ def configuration(name, folder):
     return OmegaConf.create(done.stdout[done.stdout.index("actor_rollout_ref:") :])
 
 
+def test_the_way_without_an_accelerator_makes_its_files_and_is_a_configuration_of_verl(tmp_path):
+    """Its job itself is that of the whole runs."""
+    (block,) = blocks("sh")
+    made, ran = (shlex.split(line) for line in block.splitlines())
+    for words in (made, [*ran, "--cfg", "job"]):
+        assert words[0] == "python"
+        command_line = [jobs.sys.executable, str(README.parent / words[1]), *words[2:]]
+        done = subprocess.run(command_line, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == 0, done.stderr[-2000:]
+    assert (tmp_path / "policy" / "config.json").exists()
+    assert (tmp_path / "data" / "train.parquet").exists()
+    assert f"pool: http://127.0.0.1:{PORT}" in done.stdout
+    assert "total_training_steps: 2" in done.stdout
+
+
 @pytest.mark.parametrize("name", ["grpo.sh", "dapo.sh"])
 def test_the_examples_are_configurations_of_verl(name, tmp_path):
     """Every key is one that veRL knows, and what it makes of them is what the adapter accepts."""

@@ -126,7 +126,7 @@ class WeightsWatch:
         if self._is_out and not was_out:
             named = ", ".join(f"{one.engine_id} is {one.state.value}" for one in snapshot.engines) or "it has none"
             self.tell(
-                f"no engine of the pool takes turns, and {num_waiting} wait ({named}; GET /v1/pool says more): they go on "
+                f"no engine of the pool takes turns, and {num_waiting} wait ({named}; the pool's log says why): they go on "
                 "when an engine joins, and fail after the no_engine_timeout_s of the pool's job file"
             )
 

@@ -243,7 +243,7 @@ async def test_that_every_engine_is_lost_is_told_once_an_outage_and_ends_nothing
     assert len(pool.told) == 2, "one for each outage"
     assert pool.told[0] == pool.told[1]
     assert pool.told[0].startswith(
-        "no engine of the pool takes turns, and 2 wait (own0 is lost, own1 is lost; GET /v1/pool"
+        "no engine of the pool takes turns, and 2 wait (own0 is lost, own1 is lost; the pool's log says why)"
     )
 
 
