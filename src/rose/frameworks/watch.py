@@ -127,7 +127,7 @@ class WeightsWatch:
             named = ", ".join(f"{one.engine_id} is {one.state.value}" for one in snapshot.engines) or "it has none"
             self.tell(
                 f"no engine of the pool takes turns, and {num_waiting} wait ({named}; the pool's log says why): they go on "
-                "when an engine joins, and fail after the no_engine_timeout_s of the pool's job file"
+                "when an engine joins; the pool gives each up after the no_engine_timeout_s of its job file"
             )
 
     def _end_all(self, found: WeightVersion | None) -> None:
